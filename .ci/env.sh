@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Prepares the environment; the last line on stdout is the path of its python, everything else goes to stderr.
+#
+# Two layers, because the packages take 11 GB and minutes to install while a clone should be ready in a second:
+#   1. a shared environment per (requirements.txt, Python), outside every clone, with the packages alone;
+#   2. .venv/ in this clone, which sees those packages through a .pth file and adds one thing of its own: this clone's
+#      sglang_cpu.py, registered as an SGLang platform, so that SGLang's child processes find it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+say() { echo "env: $*" >&2; }
+
+is_311='import sys; sys.exit(sys.version_info[:2] != (3, 11))'
+for base in ${PYTHON:-python3.11 python3 python}; do
+    "$base" -c "$is_311" 2>/dev/null && break || base=
+done
+[ -n "$base" ] || { say "needs Python 3.11: install it, or name it with PYTHON=/path/to/python3.11"; exit 2; }
+
+command -v bwrap >/dev/null || say "hint: code graders need bubblewrap (apt-get install bubblewrap)"
+
+cache=${MODEL_ROCKET_ENVS:-${XDG_CACHE_HOME:-~/.cache}/model-rocket}
+key=$({ cat requirements.txt; "$base" -c 'import platform, sys; print(sys.version, platform.machine())'; } |
+    sha256sum | cut -c1-16)
+shared=$cache/$key
+thin=$PWD/.venv
+# What the thin layer is made from; a change of any of it remakes the layer.
+recipe="$shared $(sha256sum <"$0")"
+
+if [ -e "$shared/.complete" ] && [ "$(cat "$thin/.complete" 2>/dev/null)" = "$recipe" ] &&
+    "$thin/bin/python" -c '' 2>/dev/null; then
+    echo "$thin/bin/python"
+    exit
+fi
+
+mkdir -p "$cache"
+exec 9>"$cache/$key.lock"
+flock --nonblock 9 || { say "waiting for another clone to finish installing $shared"; flock 9; }
+
+if [ ! -e "$shared/.complete" ]; then
+    "$base" -c 'import ensurepip' 2>/dev/null ||
+        { say "$base has no ensurepip: apt-get install python3.11-venv"; exit 2; }
+    say "installing requirements.txt into $shared: about 8 minutes and 11 GB, once per machine"
+    rm -rf "$shared" # what an interrupted install left
+    "$base" -m venv "$shared" >&2
+    "$shared/bin/python" -m pip install --disable-pip-version-check -r requirements.txt >&2
+    touch "$shared/.complete"
+fi
+
+rm -rf "$thin"
+"$shared/bin/python" -m venv --without-pip "$thin"
+site=$thin/lib/python3.11/site-packages
+echo "import site; site.addsitedir('$shared/lib/python3.11/site-packages')" >"$site/shared.pth"
+ln -s ../../../../sglang_cpu.py "$site/sglang_cpu.py"
+package=$site/model_rocket_sglang_cpu-1.dist-info
+mkdir "$package"
+printf 'Metadata-Version: 2.1\nName: model-rocket-sglang-cpu\nVersion: 1\n' >"$package/METADATA"
+printf '[sglang.srt.platforms]\nmodel_rocket_cpu = sglang_cpu:activate\n' >"$package/entry_points.txt"
+printf 'sglang_cpu.py,,\n%s/METADATA,,\n%s/entry_points.txt,,\n%s/RECORD,,\n' \
+    "${package##*/}" "${package##*/}" "${package##*/}" >"$package/RECORD"
+for script in torchrun:torch.distributed.run pytest:pytest; do
+    printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m %s "$@"\n' "${script#*:}" >"$thin/bin/${script%%:*}"
+    chmod +x "$thin/bin/${script%%:*}"
+done
+echo "$recipe" >"$thin/.complete"
+echo "$thin/bin/python"

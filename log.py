@@ -1,0 +1,255 @@
+"""What a run leaves behind, and what it shows while it goes.
+
+    metrics.jsonl   one line per gradient step, metric names as in wandb
+    eval.jsonl      one line per evaluation and source
+    rollouts/       every rollout, in the file of the step at which its fate was known
+    curves.png      drawn by plot.py
+    wandb/          online when logged in, offline otherwise
+
+A resumed run goes on in the same files: what a run that died had logged beyond its checkpoint is removed first, so no
+step is there twice and none is missing.
+"""
+
+import json
+import math
+import netrc
+import os
+import time
+import uuid
+
+import numpy as np
+import torch
+
+import checkpoint
+import plot
+import rollout
+import sync
+from configs import schema
+from configs.schema import Config
+
+
+class Clock:
+    """Seconds of each part of a step."""
+
+    def __init__(self):
+        self.steps: list[float] = []
+
+    def start(self) -> None:
+        self.began = self.last = time.monotonic()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name] = now - self.last
+        self.last = now
+
+    def stop(self) -> float:
+        self.steps.append(self.last - self.began)
+        return self.steps[-1]
+
+    def time_left(self, steps: int) -> float:
+        """Seconds that `steps` more will take, at the median pace of the last 20."""
+        return steps * float(np.median(self.steps[-20:]))
+
+
+
+class RunLog:
+    """What a run leaves behind: metrics.jsonl, eval.jsonl, rollouts/, curves.png, wandb, and a line per step."""
+
+    def __init__(self, config: Config, step: int):
+        """Goes on after `step`: whatever a run that died had logged beyond its checkpoint is removed first."""
+        self.config = config
+        self.dir = config.run.dir
+        self.resumed_at = step
+        os.makedirs(os.path.join(self.dir, "rollouts"), exist_ok=True)
+        keep_until(os.path.join(self.dir, "metrics.jsonl"), step)
+        self.evaluated = {line["step"] for line in keep_until(os.path.join(self.dir, "eval.jsonl"), step)}
+        for name in os.listdir(os.path.join(self.dir, "rollouts")):
+            if int(name[len("step_") : -len(".jsonl")]) > step:
+                os.remove(os.path.join(self.dir, "rollouts", name))
+        self.last_totals: dict[int, sync.EngineStats] = {}
+        self.wandb = start_wandb(config)
+
+    def append(self, name: str, line: dict) -> None:
+        with open(os.path.join(self.dir, name), "a") as f:
+            f.write(json.dumps(line) + "\n")
+
+    def rollouts(self, learned: list[sync.Group], returned: list[sync.Group], step: int) -> None:
+        """One JSON object per rollout, in the file of the step at which its fate was known."""
+        with open(os.path.join(self.dir, "rollouts", f"step_{step:06d}.jsonl"), "a") as f:
+            for group in learned + returned:
+                for r in group.rollouts:
+                    line = {
+                        "prompt_id": group.prompt_id, "source": group.source, "prompt": group.prompt,
+                        "tokens": r.tokens.tolist(), "mask": r.mask.tolist(),
+                        "behaviour_logp": [round(float(x), 6) for x in r.behaviour_logp],
+                        "versions": r.versions.tolist(), "text": r.text, "task": r.task, "reward": r.reward,
+                        "parts": r.parts, "finish": r.finish, "failure": r.failure, "ticket": group.ticket,
+                        "learned_at": None if group.dropped else step, "dropped": group.dropped,
+                    }  # fmt: skip
+                    f.write(json.dumps(line) + "\n")
+
+    def step(self, learner, metrics: dict, clock: Clock) -> None:
+        """Everything that is known of a gradient step: to disk, wandb and the screen."""
+        groups, returned = learner.groups, learner.buffer.returned
+        self.rollouts(groups, returned, learner.step)
+        seconds = clock.stop()
+        metrics = {"step": learner.step, "version": learner.version} | metrics
+        metrics |= rollout_metrics(groups, returned, self.config.rollout.max_tokens)
+        metrics |= self.engine_metrics(learner.engines)
+        metrics |= {
+            "staleness/dropped": sum(g.dropped == "stale" for g in returned),
+            "time/step": seconds,
+            "time/wait": clock.laps["wait"],
+            "time/train": clock.laps["train"],
+            "time/sync": clock.laps["sync"],
+            "idle/trainer": clock.laps["wait"] / seconds,
+        }
+        if torch.cuda.is_available():
+            watts = torch.cuda.power_draw() / 1000  # of this rank's device
+            metrics["power/tokens_per_joule"] = metrics["train/tokens"] / (watts * seconds)
+        learner.buffer.returned = []
+        self.append("metrics.jsonl", metrics)
+        self.wandb.log(metrics)
+        left = clock.time_left(self.config.train.steps - learner.step)
+        print(
+            f"step {learner.step:4d}/{self.config.train.steps}  v{learner.version:<4d}"
+            f" pass {metrics['rollout/pass_rate']:.2f}  reward {metrics['rollout/reward']:+.2f}"
+            f"  length {metrics['rollout/length']:6.1f}  stale {metrics['staleness/mean']:.1f}"
+            f"  entropy {metrics['train/entropy']:.2f}  {metrics['rollout/tokens_per_s']:6.0f} tok/s"
+            f"  {seconds:5.1f} s  left {left / 60:4.1f} min",
+            flush=True,
+        )
+
+    def engine_metrics(self, engines: dict[int, tuple[sync.EngineStats, float]]) -> dict:
+        """Differences of the engines' running totals since the last step."""
+        change = {name: 0.0 for name in ("wall", "busy", "tokens", "prompt_tokens", "cached_tokens")}
+        for index, (now, _) in engines.items():
+            before = self.last_totals.get(index)
+            for name in change:
+                change[name] += getattr(now, name) - (getattr(before, name) if before else 0)
+            self.last_totals[index] = now
+        heard = [came for _, came in engines.values() if time.monotonic() - came < 60]
+        pauses = [now.pause for now, _ in engines.values()]
+        wall_each = change["wall"] / max(1, len(engines))
+        return {
+            "rollout/prefix_hit_rate": change["cached_tokens"] / max(1, change["prompt_tokens"]),
+            "rollout/tokens_per_s": change["tokens"] / wall_each if wall_each else 0.0,
+            "idle/engine": 1 - change["busy"] / change["wall"] if change["wall"] else 0.0,
+            "time/sync_pause": max(pauses, default=0.0),
+            "engine/alive": len(heard),
+            "engine/restarts": 0,
+            "engine/retried": 0,
+        }
+
+    def evaluation(self, step: int, parts: list[sync.EvalPart], k: int) -> None:
+        """pass@1 of each source over its prompts, k samples each, with the standard error of the mean over prompts."""
+        self.evaluated.add(step)
+        sources = [s for part in parts for s in part.sources]
+        passed = np.array([p for part in parts for p in part.passed])
+        for source in sorted(set(sources)):
+            mine = passed[[s == source for s in sources]]
+            stderr = float(mine.std(ddof=1) / math.sqrt(len(mine))) if len(mine) > 1 else math.nan
+            line = {
+                "step": step, "version": parts[0].version, "source": source, "pass_at_1": float(mine.mean()),
+                "stderr": stderr, "k": k, "prompts": len(mine),
+            }  # fmt: skip
+            self.append("eval.jsonl", line)
+            self.wandb.log({"step": step, f"eval/{source}": line["pass_at_1"]})
+            print(
+                f"eval of step {step}: {source} pass@1 {mine.mean():.3f} +- {stderr:.3f} ({len(mine)} held-out prompts x {k})",
+                flush=True,
+            )
+
+    def close(self, finished: bool) -> None:
+        picture = plot.curves(self.dir)
+        self.wandb.finish()
+        if finished:
+            evals = plot.read(os.path.join(self.dir, "eval.jsonl"))
+            for source in sorted({line["source"] for line in evals}):
+                mine = sorted((e for e in evals if e["source"] == source), key=lambda e: e["step"])
+                first, last = mine[0], mine[-1]
+                print(
+                    f"held-out pass rate, {source}: {first['pass_at_1']:.3f} +- {first['stderr']:.3f} (base)"
+                    f" -> {last['pass_at_1']:.3f} +- {last['stderr']:.3f} (step {last['step']})"
+                )
+        step = checkpoint.latest(self.dir)
+        print(
+            f"{'finished' if finished else 'stopped'}; curves {picture}, metrics {self.dir}/metrics.jsonl, "
+            f"checkpoint {self.dir}/checkpoints/step_{step} (policy for transformers and SGLang in its hf/)",
+            flush=True,
+        )
+
+
+def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_tokens: int) -> dict:
+    """Means over every rollout whose fate was decided in a step, so that gating does not flatter the pass rate."""
+    groups = learned + returned
+    rollouts = [r for group in groups for r in group.rollouts]
+
+    def mean(values):
+        return float(np.mean(list(values)))
+
+    metrics = {
+        "rollout/pass_rate": mean(rollout.passes(r.task) for r in rollouts),
+        "rollout/reward": mean(r.reward for r in rollouts),
+        "rollout/reward_task": mean(r.task for r in rollouts),
+        "rollout/reward_lang": mean(r.parts["lang"] for r in rollouts),
+        "rollout/reward_len": mean(r.parts["len"] for r in rollouts),
+        "rollout/length": mean(r.mask.sum() for r in rollouts),
+        "rollout/truncated_frac": mean(r.finish == "length" for r in rollouts),
+        "rollout/grading_failed": sum(r.failure is not None for r in rollouts),
+        "rollout/zero_std_frac": mean(g.dropped == "zero_variance" for g in groups),
+        "rollout/gated_frac": mean(g.dropped in ("early_gate", "keep_gate", "zero_variance") for g in groups),
+    }
+    sources = sorted({group.source for group in groups})
+    if len(sources) > 1:
+        for source in sources:
+            tasks = [r.task for group in groups if group.source == source for r in group.rollouts]
+            metrics[f"rollout/pass_rate/{source}"] = mean(rollout.passes(t) for t in tasks)
+    return metrics
+
+
+def keep_until(path: str, step: int) -> list[dict]:
+    """Removes the lines of a log that lie beyond `step`, and returns the others."""
+    lines = [line for line in plot.read(path) if line["step"] <= step]
+    if os.path.exists(path):
+        with open(path + ".partial", "w") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
+        os.replace(path + ".partial", path)
+    return lines
+
+
+def start_wandb(config: Config):
+    """The run's wandb run, the same one after a resume; never asks a question."""
+    import wandb  # takes seconds: only rank 0 pays them
+
+    mode = config.wandb.mode
+    if mode == "auto":
+        mode = "online" if logged_in() else "offline"
+    path = os.path.join(config.run.dir, "wandb_id")
+    if not os.path.exists(path):
+        run_id = uuid.uuid4().hex[:8]
+        with open(path, "w") as f:
+            f.write(run_id)
+    with open(path) as f:
+        run_id = f.read()
+    run = wandb.init(
+        project=config.wandb.project, name=config.run.name, id=run_id, resume="allow", mode=mode, dir=config.run.dir,
+        config=json.loads(schema.to_json(config)), settings=wandb.Settings(console="off", silent=True),
+    )  # fmt: skip
+    # Our own step as the x-axis: wandb's counter would refuse the steps that a resumed run does again.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def logged_in() -> bool:
+    """Whether this user has given wandb a key: asked without importing wandb's login, which might ask back."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    path = os.environ.get("NETRC", os.path.expanduser("~/.netrc"))
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].rstrip("/")
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False  # no such file, or not one that wandb could read

@@ -1,0 +1,473 @@
+"""What the ranks share: who does what, the run's state, the way of a rollout to the learner, and of weights to an engine.
+
+Four parts, in this order:
+  ranks         which rank learns, which hosts an engine, and their process groups
+  run state     version, cursor and stop flag in the store of the process group; the staleness gate is here
+  trajectories  what a rollout is, how it is checked, and its transport to rank 0 (ZeroMQ)
+  weights       buckets, their broadcast from rank 0, and the bitwise check of what an engine holds
+
+Left out on purpose: any router or queue between prompts and engines. An engine rank takes the next prompt itself, when
+it has room and the gate admits it.
+"""
+
+import hashlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Iterator, Optional
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+import zmq
+
+from configs.schema import Config, ConfigError
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+
+@dataclass(frozen=True)
+class Role:
+    rank: int
+    kind: str  # learner | engine
+    engine: int = -1  # index of the engine
+    tp: int = -1  # place within the engine; 0 hosts the server
+
+
+def roles(config: Config) -> list[Role]:
+    """The role of every rank: learners first, then each engine's tensor-parallel ranks in a row."""
+    layout = config.layout
+    table = [Role(rank, "learner") for rank in range(layout.trainers)]
+    for i in range(layout.engines * layout.engine_tp):
+        table.append(Role(layout.trainers + i, "engine", i // layout.engine_tp, i % layout.engine_tp))
+    return table
+
+
+@dataclass
+class Ranks:
+    """This process among the others."""
+
+    role: Role
+    device: torch.device  # of this rank
+    wire: torch.device  # where weights travel: cuda (NCCL) or cpu (gloo)
+    learners: dist.ProcessGroup
+    weights: dist.ProcessGroup  # rank 0 and every engine rank
+    tp: Optional[dist.ProcessGroup]  # the ranks of this rank's engine
+    store: dist.Store
+
+    @property
+    def is_first(self) -> bool:
+        return self.role.rank == 0
+
+
+def check_world_size(config: Config, world_size: int) -> None:
+    layout = config.layout
+    if world_size != config.world_size:
+        raise ConfigError(
+            f"torchrun started {world_size} ranks, but layout.trainers={layout.trainers} + layout.engines={layout.engines}"
+            f" x layout.engine_tp={layout.engine_tp} needs --nproc-per-node {config.world_size}"
+        )
+
+
+def join(config: Config) -> Ranks:
+    """Joins the process group that torchrun prepared and makes the groups of the layout (a collective call)."""
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        device = torch.device("cuda", 0 if config.layout.share_device else local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    # A learner may wait for a batch for as long as `stall_after` while its peers sit in a collective.
+    patience = timedelta(seconds=config.faults.stall_after + config.faults.start_timeout)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
+        store=dist.PrefixStore("groups", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=patience,
+    )
+    table = roles(config)
+    learners = dist.new_group([r.rank for r in table if r.kind == "learner"], timeout=patience)
+    weights = dist.new_group([0] + [r.rank for r in table if r.kind == "engine"], timeout=patience)
+    tp = None
+    for engine in range(config.layout.engines):  # every rank takes part in making every group
+        group = dist.new_group([r.rank for r in table if r.engine == engine], timeout=patience)
+        if table[rank].engine == engine:
+            tp = group
+    over_nccl = has_gpu and not config.layout.share_device
+    wire = device if over_nccl else torch.device("cpu")
+    return Ranks(table[rank], device, wire, learners, weights, tp, dist.PrefixStore("run", store))
+
+
+# ------------------------------------------------------------------------------------------------------------ run state
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The run's state as one read of the store saw it."""
+
+    version: int  # the last announced weight publication; -1 before the first
+    started: int  # groups that count against the gate: begun and not returned
+    returned: int  # groups that were begun and will not be learned from (gated, or dropped as stale)
+    stop: bool  # every rank leaves its loop
+    stop_asked: str  # why some rank wants the run to save and stop; empty while none does
+    eval_id: int  # the last evaluation asked for; -1 before the first
+
+
+class RunState:
+    """Version, cursor and flags of the run, in the store that torchrun hosts. Any rank may call any method.
+
+    Tickets number the prompts of a run: ticket t always means the same prompt (data.Mixture.row). A resumed run first
+    hands out the tickets that its predecessor had begun and not finished (`redo`), then goes on with fresh ones.
+    """
+
+    KEYS = ["version", "started", "returned", "stop", "stop_asked", "eval_id"]
+
+    def __init__(self, store: dist.Store, max_staleness: int, groups_per_update: int):
+        self.store = store
+        self.max_staleness = max_staleness
+        self.groups_per_update = groups_per_update
+
+    def create(self, *, counted: int, next_ticket: int, redo: list[int], plan: list) -> None:
+        """Rank 0, once: `counted` groups are already learned from or buffered, `redo` come before fresh tickets."""
+        self.store.set("plan", json.dumps(plan))
+        for key, value in {"version": -1, "started": f"{counted} 0", "returned": 0, "stop": "", "stop_asked": "", "eval_id": -1}.items():
+            self.store.set(key, str(value))
+        # last, because `open` waits for it
+        self.store.set("resume", json.dumps({"counted": counted, "next_ticket": next_ticket, "redo": redo}))
+
+    def open(self) -> None:
+        """Reads what `create` wrote; waits for it."""
+        resume = json.loads(self.store.get("resume"))
+        self.counted, self.next_ticket, self.redo = resume["counted"], resume["next_ticket"], resume["redo"]
+
+    def plan(self) -> list[list["Slot"]]:
+        return [[Slot(*slot) for slot in bucket] for bucket in json.loads(self.store.get("plan"))]
+
+    def read(self) -> Snapshot:
+        version, started, returned, stop, stop_asked, eval_id = self.store.multi_get(self.KEYS)
+        started = int(started.split()[0])
+        return Snapshot(int(version), started, int(returned), bool(stop), stop_asked.decode(), int(eval_id))
+
+    def admits(self, seen: Snapshot) -> bool:
+        """The staleness gate: a group may start only if the batch that it will be learned in is at most
+        `max_staleness` versions ahead of the weights that it starts under."""
+        limit = (seen.version + self.max_staleness + 1) * self.groups_per_update
+        return seen.version >= 0 and seen.started - seen.returned < limit
+
+    def claim(self, rank: int) -> Optional[int]:
+        """The ticket of the next prompt, or None where the gate is shut."""
+        while self.admits(seen := self.read()):
+            # The value names the claimant, so that two ranks that race for the same count cannot both believe they won.
+            before = self.store.get("started")
+            if int(before.split()[0]) != seen.started:
+                continue
+            mine = f"{seen.started + 1} {rank}".encode()
+            if mine != before and self.store.compare_set("started", before.decode(), mine.decode()) == mine:
+                return self.ticket(seen.started)
+        return None
+
+    def frontier(self, started: int) -> int:
+        """The first ticket that no rank has begun."""
+        return self.next_ticket + max(0, started - self.counted - len(self.redo))
+
+    def ticket(self, count: int) -> int:
+        """The ticket of the `count`-th group of the run (counting those learned from before a resume)."""
+        i = count - self.counted
+        return self.redo[i] if i < len(self.redo) else self.next_ticket + i - len(self.redo)
+
+    def give_back(self, groups: int = 1) -> None:
+        """`groups` begun groups will not be learned from: the gate admits as many in their place."""
+        self.store.add("returned", groups)
+
+    def announce(self, version: int) -> None:
+        """Rank 0 is about to broadcast the weights of `version`; every engine rank joins in when it sees this."""
+        self.store.set("version", str(version))
+
+    def ask_eval(self, eval_id: int) -> None:
+        self.store.set("eval_id", str(eval_id))
+
+    def ready(self) -> None:
+        """An engine rank: the engine serves."""
+        self.store.add("ready", 1)
+
+    def engines_ready(self) -> int:
+        return self.store.add("ready", 0)
+
+    def ask_stop(self, why: str) -> None:
+        """Any rank: the run should save and stop. Rank 0 decides when, so that no one leaves a broadcast half done."""
+        self.store.set("stop_asked", why)
+
+    def stop(self) -> None:
+        """Rank 0: everything is saved, no broadcast follows."""
+        self.store.set("stop", "1")
+
+
+# --------------------------------------------------------------------------------------------------------- trajectories
+
+
+class Rollout(msgspec.Struct):
+    """One response with its prompt: token ids as sampled, never re-tokenised text.
+
+    tokens, mask, behaviour_logp, versions: [T] over prompt + response. mask is 1 where a token was sampled by the
+    policy (the end-of-sequence token included); only there behaviour_logp and versions mean something.
+    kept_counts [T], kept_ids [sum of kept_counts]: the ids that the sampler kept at each sampled token (mask replay).
+    """
+
+    tokens: np.ndarray  # int32
+    mask: np.ndarray  # uint8
+    behaviour_logp: np.ndarray  # float32
+    versions: np.ndarray  # int32, -1 where mask is 0
+    text: str
+    finish: str  # stop | length
+    task: float  # the grader's raw score
+    reward: float = 0.0
+    parts: dict[str, float] = {}
+    failure: Optional[str] = None  # why grading failed, where it did (the score is then 0)
+    kept_counts: Optional[np.ndarray] = None  # uint16
+    kept_ids: Optional[np.ndarray] = None  # int32
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError if the parts of the rollout do not fit together: nothing is padded or guessed."""
+        lengths = {len(self.tokens), len(self.mask), len(self.behaviour_logp), len(self.versions)}
+        sampled = self.mask == 1
+        if len(lengths) != 1 or not sampled.any():
+            raise ValueError(f"rollout with parts of lengths {sorted(lengths)} and {int(sampled.sum())} sampled tokens")
+        if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
+            raise ValueError(f"rollout with token ids {self.tokens.min()}..{self.tokens.max()}, vocabulary {vocab_size}")
+        logp = self.behaviour_logp[sampled]
+        if not np.isfinite(logp).all() or logp.max() > 1e-4:
+            raise ValueError(f"rollout with behaviour logprobs {logp.min()}..{logp.max()}")
+        if self.versions[sampled].min() < 0:
+            raise ValueError("rollout with a sampled token of unknown version")
+        if not np.isfinite([self.task, self.reward]).all():
+            raise ValueError(f"rollout with task score {self.task} and reward {self.reward}")
+        if self.kept_counts is not None:
+            counts = self.kept_counts[sampled]
+            if len(self.kept_counts) != len(self.tokens) or counts.min() < 1 or counts.sum() != len(self.kept_ids):
+                raise ValueError("rollout whose kept ids do not cover its sampled tokens")
+
+    @property
+    def oldest_version(self) -> int:
+        return int(self.versions[self.mask == 1].min())
+
+
+class Group(msgspec.Struct, tag=True):
+    """The rollouts of one prompt."""
+
+    ticket: int
+    engine: int
+    prompt_id: str
+    source: str
+    prompt: str | list[dict]
+    rollouts: list[Rollout]
+    dropped: Optional[str] = None  # why it will not be learned from
+
+    @property
+    def oldest_version(self) -> int:
+        return min(rollout.oldest_version for rollout in self.rollouts)
+
+
+class EvalPart(msgspec.Struct, tag=True):
+    """One engine's share of an evaluation."""
+
+    eval_id: int
+    engine: int
+    version: int
+    sources: list[str]  # one per prompt
+    passed: list[float]  # mean pass rate of each prompt over its k samples
+
+
+class EngineStats(msgspec.Struct, tag=True):
+    """Running totals of an engine rank; the learner logs differences."""
+
+    engine: int
+    wall: float  # seconds since the engine was ready
+    busy: float  # of these with at least one request running
+    tokens: int  # sampled
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was in the prefix cache
+    pause: float  # seconds that the server stood still in its last weight update
+
+
+Message = Group | EvalPart | EngineStats
+
+
+def _to_wire(array) -> tuple[str, bytes]:
+    if isinstance(array, np.ndarray):
+        return array.dtype.str, array.tobytes()
+    raise NotImplementedError(type(array))
+
+
+def _from_wire(kind, pair):
+    dtype, content = pair
+    return np.frombuffer(content, dtype=np.dtype(dtype))
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_decoder = msgspec.msgpack.Decoder(Message, dec_hook=_from_wire)
+_group_decoder = msgspec.msgpack.Decoder(list[Group], dec_hook=_from_wire)
+
+
+def encode(message: Message | list[Group]) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(content: bytes) -> Message:
+    """Raises msgspec.DecodeError (ValidationError included) on anything that is not a whole, well-typed message."""
+    return _decoder.decode(content)
+
+
+def decode_groups(content: bytes) -> list[Group]:
+    return _group_decoder.decode(content)
+
+
+class Inbox:
+    """Rank 0's end of the trajectory transport. What waits in it is bounded by the staleness gate."""
+
+    def __init__(self, store: dist.Store):
+        one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        host = "127.0.0.1" if one_machine else socket.gethostbyname(socket.gethostname())
+        self.socket = zmq.Context.instance().socket(zmq.PULL)
+        self.socket.set_hwm(0)
+        port = self.socket.bind_to_random_port(f"tcp://{host}")
+        store.set("inbox", f"tcp://{host}:{port}")
+
+    def receive(self, timeout: float) -> Iterator[Message]:
+        """What has arrived; waits up to `timeout` seconds for the first message."""
+        if self.socket.poll(int(timeout * 1000)):
+            while True:
+                try:
+                    content = self.socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                yield decode(content)
+
+
+class Outbox:
+    """An engine rank's end. Sending never blocks; a message is whole or not there."""
+
+    def __init__(self, store: dist.Store):
+        self.socket = zmq.Context.instance().socket(zmq.PUSH)
+        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.LINGER, 2000)
+        self.socket.connect(store.get("inbox").decode())
+
+    def send(self, message: Message) -> None:
+        self.socket.send(encode(message), zmq.NOBLOCK)
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket."""
+
+    name: str
+    shape: list[int]
+    dtype: str  # of the engine, e.g. "float32"
+    start: int  # byte
+    nbytes: int
+
+
+def plan_buckets(shapes: dict[str, tuple[int, ...]], dtype: str, bucket_bytes: int) -> list[list[Slot]]:
+    """Cuts the parameters, in order, into buckets of at most `bucket_bytes`; a larger parameter is a bucket of its own.
+
+    All parameters travel in the engine's dtype, so every slot is aligned to it.
+    """
+    itemsize = getattr(torch, dtype).itemsize
+    buckets: list[list[Slot]] = []
+    used = bucket_bytes + 1
+    for name, shape in shapes.items():
+        nbytes = int(np.prod(shape)) * itemsize
+        if used + nbytes > bucket_bytes:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(Slot(name, list(shape), dtype, used, nbytes))
+        used += nbytes
+    return buckets
+
+
+def bucket_nbytes(bucket: list[Slot]) -> int:
+    return bucket[-1].start + bucket[-1].nbytes
+
+
+def published_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that an engine loads, by their names in the HF checkpoint; a tied output head is listed once
+    (named_parameters skips it), under the name of the embedding."""
+    return dict(model.named_parameters())
+
+
+@torch.no_grad()
+def send_weights(parameters: dict[str, torch.nn.Parameter], plan: list[list[Slot]], ranks: Ranks) -> None:
+    """Broadcasts the policy from rank 0 to the engine ranks; every learner rank takes part in the gathering.
+
+    Two buckets exist at a time: while one travels, the next is gathered, cast and packed.
+    """
+    flat: list[Optional[torch.Tensor]] = [None, None]
+    travelling: list[Optional[dist.Work]] = [None, None]
+    if ranks.is_first:
+        largest = max(bucket_nbytes(bucket) for bucket in plan)
+        flat = [torch.empty(largest, dtype=torch.uint8, device=ranks.wire) for _ in range(2)]
+    for i, bucket in enumerate(plan):
+        if travelling[i % 2] is not None:
+            travelling[i % 2].wait()
+        for slot in bucket:
+            full = full_tensor(parameters[slot.name])
+            if ranks.is_first:
+                place = flat[i % 2][slot.start : slot.start + slot.nbytes]
+                place.view(getattr(torch, slot.dtype)).copy_(full.reshape(-1))
+        if ranks.is_first:
+            view = flat[i % 2][: bucket_nbytes(bucket)]
+            travelling[i % 2] = dist.broadcast(view, src=0, group=ranks.weights, async_op=True)
+    for work in travelling:
+        if work is not None:
+            work.wait()
+
+
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded parameter (a collective call over the learner ranks)."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+
+
+def unpack(flat: torch.Tensor, bucket: list[Slot]) -> dict[str, torch.Tensor]:
+    """Views of a received bucket, by name."""
+    return {
+        s.name: flat[s.start : s.start + s.nbytes].view(getattr(torch, s.dtype)).view(s.shape) for s in bucket
+    }
+
+
+# How SGLang stores what a HF checkpoint keeps apart: one matrix for several, their rows one after another.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+VOCAB_PADDING = 64  # SGLang pads the rows of an embedding to a multiple of this, with zeros
+
+
+def engine_checksums(sent: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The checksum that SGLang's /weights_checker must report for each parameter, computed from the parameters as the
+    learner sent them (CPU tensors by HF name): the first 8 bytes of the SHA-256 of its bytes, in hex."""
+    held: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(sent, key=_place_in_fused):
+        module = name.split(".")[-2]
+        fused = next((f for f, parts in FUSED.items() if module in parts), module)
+        held.setdefault(name.replace(f".{module}.", f".{fused}."), []).append(sent[name])
+    checksums = {}
+    for name, parts in held.items():
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(memoryview(part.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        if name.split(".")[-2] in ("embed_tokens", "lm_head"):
+            missing_rows = -part.shape[0] % VOCAB_PADDING
+            digest.update(bytes(missing_rows * part.shape[1] * part.itemsize))
+        checksums[name] = digest.hexdigest()[:16]
+    return checksums
+
+
+def _place_in_fused(name: str) -> int:
+    module = name.split(".")[-2]
+    return next((parts.index(module) for parts in FUSED.values() if module in parts), 0)

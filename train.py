@@ -1,0 +1,727 @@
+"""Start here. Asynchronous reinforcement learning of a language model, from one torchrun.
+
+    torchrun --standalone --nproc-per-node 2 train.py [configs/X.yaml] [dotted.key=value ...]
+    python train.py ...                 # the same: checks everything, then starts torchrun with the right world size
+    python train.py ... dry_run=true    # only checks, prints the rank table and the memory estimate
+
+`main` gives every rank its role. Engine ranks go to rollout.serve; learner ranks to `learn`, which reads as the run does:
+wait for a batch -> gradient step -> publish the weights -> evaluate -> log -> checkpoint.
+
+Left out on purpose: a reference model and KL term, a value function, an entropy bonus (the recipe has none of them), and
+model parallelism of our own (sharding is FSDP2's, serving parallelism is SGLang's).
+"""
+
+import errno
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import checkpoint
+import log
+import pretrain
+import rollout
+import sync
+from configs import schema
+from configs.schema import Config, ConfigError
+
+# ----------------------------------------------------------------------------------------------------------- the formulas
+
+
+def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """[G] -> [G]: A_i = (R_i - mean(R)) / std(R) over the group (its population standard deviation); zeros where the
+    group has no variance."""
+    centred = rewards - rewards.mean()
+    std = centred.pow(2).mean().sqrt()
+    return torch.where(std > 1e-6, centred / std.clamp(min=1e-6), torch.zeros_like(centred))
+
+
+def importance_ratio(logp: torch.Tensor, behaviour_logp: torch.Tensor) -> torch.Tensor:
+    """r = exp(logp - behaviour_logp), [N]. Finite for any finite input: beyond e^80 it makes no difference to a clip, but
+    an infinity would turn its gradient into NaN."""
+    return (logp - behaviour_logp).clamp(-80, 80).exp()
+
+
+def policy_loss(
+    logp: torch.Tensor,
+    behaviour_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    normalizer: float,
+    *,
+    eps: float,
+    k: float,
+    r_min: float,
+    r_max: float,
+) -> torch.Tensor:
+    """Minus the objective (MAI-Thinking-1 report, section 3; every argument [N], the result a scalar):
+
+        J = (1/normalizer) sum_t mask_t min(r_out A, r_tr A)
+        r_tr = clip(r, 1 - eps, 1/(1 - eps) + k)      the trust region, its upper side widened by the entropy controller
+        r_out = clip(r, r_min, r_max)                 the outer clip, on every branch: one bad token cannot wreck a run
+
+    `normalizer` is the number of response tokens of the global batch, so that the gradient does not depend on how the
+    batch was cut into micro-batches and ranks. Positions with mask 0 contribute an exact zero, whatever they hold.
+    """
+    mask = mask.bool()
+    r = importance_ratio(torch.where(mask, logp, 0.0), torch.where(mask, behaviour_logp, 0.0))
+    r_tr = r.clamp(1 - eps, 1 / (1 - eps) + k)
+    r_out = r.clamp(r_min, r_max)
+    objective = torch.minimum(r_out * advantages, r_tr * advantages)
+    return -torch.where(mask, objective, 0.0).sum() / normalizer
+
+
+def next_clip_k(k: float, entropy: float, *, target: float, delta: float, k_max: float) -> float:
+    """The entropy controller, once per gradient step: k <- clip(k + delta sign(target - entropy), 0, k_max).
+
+    Entropy too low widens the upper side of the trust region, so that rare tokens may grow; too high narrows it.
+    """
+    step = delta * ((target > entropy) - (target < entropy))
+    return min(max(k + step, 0.0), k_max)
+
+
+def pack(lengths: list[int], capacity: int) -> list[list[int]]:
+    """First-fit decreasing: indices of sequences per row, no row above `capacity` tokens.
+
+    Raises ValueError for a sequence that no row can hold.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if lengths[i] > capacity:
+            raise ValueError(f"a sequence of {lengths[i]} tokens does not fit train.max_tokens_per_microbatch={capacity}")
+        row = next((r for r in range(len(rows)) if room[r] >= lengths[i]), None)
+        if row is None:
+            row = len(rows)
+            rows.append([])
+            room.append(capacity)
+        rows[row].append(i)
+        room[row] -= lengths[i]
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- the policy
+
+
+def token_logp(
+    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float, kept: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """Logprobs [n] of `targets` [n] under softmax(head(hidden) / temperature), hidden [n, d], in float32.
+
+    With `kept` [n, K] (ids that the sampler kept, padded with -1) the softmax runs over exactly those ids.
+    """
+    logits = head(hidden).float() / temperature
+    target_logits = logits.gather(1, targets[:, None])[:, 0]
+    if kept is not None:
+        logits = logits.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -math.inf)
+    return target_logits - logits.logsumexp(-1)
+
+
+class Policy(nn.Module):
+    """A causal language model that answers with logprobs: a [tokens, vocabulary] tensor never exists."""
+
+    def __init__(self, lm: nn.Module, temperature: float, chunk: int):
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+        self.chunk = chunk
+
+    def forward(self, row: "Row") -> torch.Tensor:
+        """The logprob of every sampled token of a packed row, [N]."""
+        # use_cache=False: with a cache, transformers would let the packed sequences see each other
+        out = self.lm.base_model(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False)
+        hidden = out.last_hidden_state[0, row.predictors]  # [N, d]
+        logps = []
+        for i in range(0, len(row.targets), self.chunk):
+            part = slice(i, i + self.chunk)
+            kept = None if row.kept is None else row.kept[part]
+            logps.append(
+                recompute(
+                    token_logp, hidden[part], self.lm.lm_head, row.targets[part], self.temperature, kept,
+                    use_reentrant=False,
+                )
+            )  # fmt: skip
+        return torch.cat(logps)
+
+
+def load_policy(config: Config, ranks: sync.Ranks) -> Policy:
+    """The base model as float32 masters under FSDP2, sharded over the learner ranks."""
+    lm = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, attn_implementation=config.model.attention
+    )
+    lm.train()
+    policy = Policy(lm, config.rollout.temperature, config.train.logprob_chunk)
+    if config.model.activation_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = DeviceMesh.from_group(
+        ranks.learners, ranks.device.type, mesh=list(range(config.layout.trainers)), mesh_dim_names=("learners",)
+    )
+    compute = MixedPrecisionPolicy(param_dtype=getattr(torch, config.model.dtype), reduce_dtype=torch.float32)
+    for layer in lm.base_model.layers:
+        if config.model.compile:
+            layer.compile(dynamic=True)
+        fully_shard(layer, mesh=mesh, mp_policy=compute)
+    fully_shard(policy, mesh=mesh, mp_policy=compute)
+    return policy
+
+
+# -------------------------------------------------------------------------------------------------------------- the batch
+
+
+@dataclass
+class Row:
+    """A micro-batch: several sequences one after another in a row of T tokens, N of them sampled by the policy."""
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, restarting at 0 with every sequence
+    predictors: torch.Tensor  # [N] int64: where in the row the prediction of each sampled token is made
+    targets: torch.Tensor  # [N] int64: the sampled tokens
+    behaviour_logp: torch.Tensor  # [N] float32
+    advantages: torch.Tensor  # [N] float32
+    versions: torch.Tensor  # [N] int64
+    kept: Optional[torch.Tensor] = None  # [N, K] int64, padded with -1
+
+    def to(self, device: torch.device) -> "Row":
+        return Row(*(None if t is None else t.to(device) for t in vars(self).values()))
+
+
+@dataclass
+class Batch:
+    """What one learner rank gets for one gradient step."""
+
+    rows: list[Row]
+    normalizer: int  # sampled tokens of the global batch
+    version: int  # that the learner's weights were last published as
+
+
+def make_row(rollouts: list[sync.Rollout], advantages: list[float]) -> Row:
+    """Packs whole sequences into one row; masks come from the rollouts, never from token ids."""
+    starts = np.cumsum([0] + [len(r.tokens) for r in rollouts])
+    sampled = np.concatenate([r.mask for r in rollouts]) == 1
+    if any(r.mask[0] for r in rollouts):
+        raise ValueError("a sequence whose first token is sampled: nothing predicts it")
+    tokens = torch.from_numpy(np.concatenate([r.tokens for r in rollouts]).astype(np.int64))
+    where = torch.from_numpy(np.flatnonzero(sampled))
+    each = np.concatenate([np.full(len(r.tokens), a, dtype=np.float32) for r, a in zip(rollouts, advantages)])
+    kept = None
+    if rollouts[0].kept_ids is not None:
+        counts = np.concatenate([r.kept_counts for r in rollouts])[sampled].astype(np.int64)
+        flat = torch.from_numpy(np.concatenate([r.kept_ids for r in rollouts]).astype(np.int64))
+        kept = torch.full((len(counts), int(counts.max())), -1)
+        kept[torch.arange(kept.shape[1])[None] < torch.from_numpy(counts)[:, None]] = flat
+    return Row(
+        tokens=tokens,
+        positions=torch.from_numpy(np.concatenate([np.arange(len(r.tokens)) for r in rollouts])),
+        predictors=where - 1,
+        targets=tokens[where],
+        behaviour_logp=torch.from_numpy(np.concatenate([r.behaviour_logp for r in rollouts])[sampled]),
+        advantages=torch.from_numpy(each[sampled]),
+        versions=torch.from_numpy(np.concatenate([r.versions for r in rollouts])[sampled].astype(np.int64)),
+        kept=kept,
+    )
+
+
+def empty_row(like: Row) -> Row:
+    """A row without a sampled token, for a rank that has fewer rows than its peers: FSDP's collectives need it."""
+    nothing = slice(0, 0)
+    kept = None if like.kept is None else like.kept[nothing]
+    return Row(
+        like.tokens[:1], like.positions[:1], like.predictors[nothing], like.targets[nothing],
+        like.behaviour_logp[nothing], like.advantages[nothing], like.versions[nothing], kept,
+    )  # fmt: skip
+
+
+def make_batches(groups: list[sync.Group], trainers: int, capacity: int, version: int) -> list[Batch]:
+    """One Batch per learner rank: the same number of rows each, tokens balanced, advantages by group."""
+    rollouts, advantages = [], []
+    for group in groups:
+        rollouts += group.rollouts
+        rewards = torch.tensor([r.reward for r in group.rollouts], dtype=torch.float64)
+        advantages += group_advantages(rewards).tolist()
+    packed = pack([len(r.tokens) for r in rollouts], capacity)
+    rows = [make_row([rollouts[i] for i in row], [advantages[i] for i in row]) for row in packed]
+    rows.sort(key=lambda row: -len(row.tokens))
+    rows += [empty_row(rows[0])] * (-len(rows) % trainers)
+    # Dealt like cards, back and forth, so that no rank gets the longer row every time.
+    deals = [rows[i : i + trainers][:: 1 if (i // trainers) % 2 == 0 else -1] for i in range(0, len(rows), trainers)]
+    normalizer = sum(len(row.targets) for row in rows)
+    return [Batch([deal[rank] for deal in deals], normalizer, version) for rank in range(trainers)]
+
+
+class Buffer:
+    """Rank 0's store of finished groups, and the account of every ticket: learned, returned, or waiting here."""
+
+    def __init__(self, state: sync.RunState, max_staleness: int, vocab_size: int, saved: checkpoint.Progress):
+        self.state = state
+        self.max_staleness = max_staleness
+        self.vocab_size = vocab_size
+        self.waiting: dict[int, sync.Group] = {g.ticket: g for g in saved.waiting}  # by ticket
+        self.done: set[int] = set(saved.done)  # tickets learned from or returned, at or above `low`
+        self.low = saved.low  # every ticket below it is done
+        self.returned: list[sync.Group] = []  # since the last step, for the rollout store
+        self.rejected_in_a_row = 0
+
+    def add(self, group: sync.Group) -> None:
+        """Takes in a group. Raises ValueError if its rollouts are malformed or its ticket was seen before."""
+        if group.ticket < self.low or group.ticket in self.done or group.ticket in self.waiting:
+            raise ValueError(f"ticket {group.ticket} of engine {group.engine} has arrived twice")
+        for r in group.rollouts:
+            r.check(self.vocab_size)
+        if group.dropped:
+            self.finish(group.ticket)
+            self.returned.append(group)
+            self.rejected_in_a_row += 1
+        else:
+            self.waiting[group.ticket] = group
+            self.rejected_in_a_row = 0
+
+    def drop_stale(self, version: int) -> None:
+        """Groups whose oldest token is more than `max_staleness` versions old are not learned from."""
+        for ticket, group in list(self.waiting.items()):
+            if version - group.oldest_version > self.max_staleness:
+                group.dropped = "stale"
+                del self.waiting[ticket]
+                self.finish(ticket)
+                self.returned.append(group)
+                self.state.give_back()
+
+    def take(self, n: int) -> list[sync.Group]:
+        """The n groups that were begun first. They stay waiting until `learned`: a step cut short loses none."""
+        return [self.waiting[ticket] for ticket in sorted(self.waiting)[:n]]
+
+    def learned(self, groups: list[sync.Group]) -> None:
+        for group in groups:
+            del self.waiting[group.ticket]
+            self.finish(group.ticket)
+
+    def finish(self, ticket: int) -> None:
+        self.done.add(ticket)
+        while self.low in self.done:
+            self.done.remove(self.low)
+            self.low += 1
+
+
+# ------------------------------------------------------------------------------------------------------ one gradient step
+
+
+def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, k: float, config: Config, stopping):
+    """Forward, backward and update over the rows of a batch; the metrics of the global batch.
+
+    Returns None, with nothing changed, where `stopping()` turned true between two rows.
+    """
+    train, device = config.train, next(policy.parameters()).device
+    sums = torch.zeros(8, dtype=torch.float64)
+    peaks = torch.zeros(2, dtype=torch.float64)
+    for row in batch.rows:
+        if stopping():
+            optimizer.zero_grad(set_to_none=True)
+            return None
+        row = row.to(device)
+        logp = policy(row)
+        mask = torch.ones_like(logp)
+        loss = policy_loss(
+            logp, row.behaviour_logp, row.advantages, mask, batch.normalizer,
+            eps=train.eps, k=k, r_min=train.r_min, r_max=train.r_max,
+        )  # fmt: skip
+        # FSDP averages over ranks, the normaliser is global: the product undoes the average.
+        (loss * config.layout.trainers).backward()
+        with torch.no_grad():
+            log_ratio = logp - row.behaviour_logp
+            r = importance_ratio(logp, row.behaviour_logp)
+            low, high = 1 - train.eps, 1 / (1 - train.eps) + k
+            staleness = (batch.version - row.versions).double()
+            sums += torch.stack(
+                [
+                    loss.double() * batch.normalizer,
+                    (-logp * r).sum(),
+                    ((r < low) & (row.advantages < 0)).sum(),
+                    ((r > high) & (row.advantages > 0)).sum(),
+                    ((r < train.r_min) | (r > train.r_max)).sum(),
+                    (r - 1 - log_ratio).sum(),
+                    staleness.sum(),
+                    torch.tensor(len(row.tokens), device=device),
+                ]
+            ).double().cpu()
+            if len(logp):
+                peaks = torch.maximum(peaks, torch.stack([log_ratio.abs().max().double(), staleness.max()]).cpu())
+    if config.layout.trainers > 1:
+        group = policy_group(policy)
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), train.clip_grad)
+    grad_norm = float(sync.full_tensor(grad_norm))
+    if not math.isfinite(grad_norm):
+        raise FloatingPointError(f"gradient norm {grad_norm}, loss {sums[0] / batch.normalizer}: the step was not taken")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    sums = (sums / batch.normalizer).tolist()
+    return {
+        "train/loss": sums[0],
+        "train/grad_norm": grad_norm,
+        "train/lr": optimizer.param_groups[0]["lr"],
+        "train/entropy": sums[1],
+        "train/clip_k": k,
+        "train/clip_low_frac": sums[2],
+        "train/clip_high_frac": sums[3],
+        "train/outer_clip_frac": sums[4],
+        "train/mismatch_kl": sums[5],
+        "train/mismatch_max": float(peaks[0]),
+        "train/tokens": batch.normalizer,
+        "train/packing_fill": sums[7] * batch.normalizer
+        / (len(batch.rows) * config.layout.trainers * train.max_tokens_per_microbatch),
+        "staleness/mean": sums[6],
+        "staleness/max": float(peaks[1]),
+    }  # fmt: skip
+
+
+def policy_group(policy: Policy) -> dist.ProcessGroup:
+    return next(policy.parameters()).device_mesh.get_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------- learner
+
+
+class Learner:
+    """A learner rank. Rank 0 also owns the run: buffer, publication, evaluation, log, checkpoint."""
+
+    def __init__(self, config: Config, ranks: sync.Ranks, prompts: rollout.Prompts):
+        self.config, self.ranks, self.prompts = config, ranks, prompts
+        torch.set_num_threads(rollout.threads(config))
+        self.policy = load_policy(config, ranks)
+        train = config.train
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=train.lr, betas=(train.beta1, train.beta2), eps=train.adam_eps,
+            weight_decay=train.weight_decay, fused=True,
+        )  # fmt: skip
+        self.progress = checkpoint.load(config.run.dir, self.policy, self.optimizer, ranks)
+        self.step = self.progress.step
+        self.k = self.progress.clip_k
+        self.saved_step = checkpoint.latest(config.run.dir)
+        self.version = self.step // train.steps_per_update
+        self.parameters = sync.published_parameters(self.policy.lm)
+        shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.plan = sync.plan_buckets(shapes, config.model.dtype, config.sync.bucket_mb << 20)
+        self.state = sync.RunState(ranks.store, config.staleness.max, config.groups_per_update)
+        if ranks.is_first:
+            self.open_run()
+        self.state.open()
+
+    def open_run(self) -> None:
+        saved = self.progress
+        self.inbox = sync.Inbox(self.ranks.store)
+        learned = self.step * self.config.train.groups_per_step
+        plan = [[tuple(vars(slot).values()) for slot in bucket] for bucket in self.plan]
+        self.state.create(
+            counted=learned + len(saved.waiting), next_ticket=saved.next_ticket, redo=saved.redo, plan=plan
+        )
+        self.buffer = Buffer(self.state, self.config.staleness.max, self.prompts.vocab_size, saved)
+        self.log = log.RunLog(self.config, self.step)
+        self.engines = {}  # index -> (its last totals, when they came)
+        self.evals: dict[int, list[sync.EvalPart]] = {}
+        self.eval_asked = -1  # step of the evaluation that is under way
+
+    # -- waiting
+
+    def stopping(self) -> bool:
+        """Whether the run should save and stop. All learner ranks get the same answer (a collective call)."""
+        asked = bool(rollout.stop_signals) or bool(self.state.read().stop_asked)
+        if self.config.layout.trainers == 1:
+            return asked
+        flag = torch.tensor(int(asked))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.ranks.learners)
+        return bool(flag)
+
+    def receive(self, timeout: float) -> None:
+        for message in self.inbox.receive(timeout):
+            if isinstance(message, sync.Group):
+                self.buffer.add(message)
+            elif isinstance(message, sync.EvalPart):
+                self.evals.setdefault(message.eval_id, []).append(message)
+            else:
+                self.engines[message.engine] = (message, time.monotonic())
+
+    def wait_for(self, ready, what: str) -> bool:
+        """Receives until `ready()`; False where the run is asked to stop first."""
+        deadline = time.monotonic() + self.config.faults.stall_after
+        while not ready():
+            if rollout.stop_signals or self.state.read().stop_asked:
+                return False
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {what} within faults.stall_after={self.config.faults.stall_after:g} s")
+            self.receive(timeout=0.2)
+            if self.buffer.rejected_in_a_row >= self.config.rollout.max_rejected:
+                last = self.buffer.returned[-1]
+                raise NothingToLearn(
+                    f"{self.buffer.rejected_in_a_row} groups in a row were rejected (rollout.max_rejected), the last one "
+                    f"as {last.dropped} with task scores {[r.task for r in last.rollouts][:8]}: all prompts are solved, "
+                    "or none is"
+                )
+        return True
+
+    def next_batch(self) -> Optional[Batch]:
+        """This rank's part of the next full batch; None where the run is asked to stop first."""
+        batches = [None] * self.config.layout.trainers
+        if self.ranks.is_first:
+            need = self.config.train.groups_per_step
+
+            def full():
+                self.receive(timeout=0)
+                self.buffer.drop_stale(self.version)
+                return len(self.buffer.waiting) >= need
+
+            if self.wait_for(full, "full batch"):
+                self.groups = self.buffer.take(need)
+                capacity = self.config.train.max_tokens_per_microbatch
+                batches = make_batches(self.groups, self.config.layout.trainers, capacity, self.version)
+        mine = [None]
+        dist.scatter_object_list(mine, batches if self.ranks.is_first else None, src=0, group=self.ranks.learners)
+        return mine[0]
+
+    # -- the run
+
+    def learn(self) -> None:
+        """The story of a run."""
+        config, train = self.config, self.config.train
+        clock = log.Clock()
+        if not self.engines_up():
+            return
+        self.publish()
+        if self.step == 0 or config.eval.every and self.step % config.eval.every == 0:
+            self.ask_eval()
+        while self.step < train.steps:
+            clock.start()
+            batch = self.next_batch()
+            clock.lap("wait")
+            metrics = batch and gradient_step(self.policy, self.optimizer, batch, self.k, config, self.stopping)
+            if metrics is None:
+                break
+            self.step += 1
+            self.k = next_clip_k(
+                self.k, metrics["train/entropy"], target=train.target_entropy, delta=train.delta, k_max=train.k_max
+            )
+            if self.ranks.is_first:
+                self.buffer.learned(self.groups)
+            clock.lap("train")
+            if self.step % train.steps_per_update == 0:
+                self.finish_eval()  # an evaluation is of one version: no publication while it runs
+                if not self.stopping():
+                    self.version = self.step // train.steps_per_update
+                    self.publish()
+            clock.lap("sync")
+            if self.ranks.is_first:
+                self.log.step(self, metrics, clock)
+            if self.step < train.steps:
+                if config.eval.every and self.step % config.eval.every == 0:
+                    self.ask_eval()
+                if self.step % config.run.checkpoint_every == 0:
+                    self.save()
+        self.close()
+
+    def engines_up(self) -> bool:
+        """Waits until every engine serves; False where the run is asked to stop first. An engine that cannot start ends
+        its rank, and so the job."""
+        while self.state.engines_ready() < self.config.layout.engines:
+            if rollout.stop_signals:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def publish(self) -> None:
+        """Sends the weights to every engine under the current version number (a collective call)."""
+        if self.ranks.is_first:
+            self.state.announce(self.version)
+        sync.send_weights(self.parameters, self.plan, self.ranks)
+
+    def ask_eval(self) -> None:
+        """Starts an evaluation of the published weights; its result is logged under the current step."""
+        if self.ranks.is_first and self.step not in self.log.evaluated and self.eval_asked < 0:
+            self.eval_asked = self.step
+            self.state.ask_eval(self.step)
+
+    def finish_eval(self) -> None:
+        """Waits for the evaluation under way, if there is one, or for the run to be asked to stop."""
+        if self.ranks.is_first and self.eval_asked >= 0:
+            parts = self.evals.setdefault(self.eval_asked, [])
+            if self.wait_for(lambda: len(parts) == self.config.layout.engines, "evaluation"):
+                self.log.evaluation(self.eval_asked, parts, self.config.eval.k)
+                self.eval_asked = -1
+
+    def save(self) -> None:
+        """Writes a checkpoint of the current step, unless it has one (a collective call)."""
+        if self.step == self.saved_step:
+            return
+        self.saved_step = self.step
+        self.progress = checkpoint.Progress(self.step, self.k)
+        if self.ranks.is_first:
+            self.receive(timeout=0)
+            self.log.rollouts([], self.buffer.returned, self.step)
+            self.buffer.returned.clear()
+            self.progress.low, self.progress.done = self.buffer.low, sorted(self.buffer.done)
+            self.progress.waiting = list(self.buffer.waiting.values())
+            self.progress.next_ticket = self.state.frontier(self.state.read().started)
+        checkpoint.save(self.config, self.policy, self.optimizer, self.progress, self.prompts.tokenizer, self.ranks)
+
+    def close(self) -> None:
+        """After the last step: the last evaluation. In any case: a checkpoint, and every rank is released."""
+        finished = self.step >= self.config.train.steps
+        if finished:
+            self.finish_eval()
+            if self.step % self.config.train.steps_per_update:
+                self.publish()
+            self.ask_eval()
+            self.finish_eval()
+        self.save()
+        if self.ranks.is_first:
+            self.state.stop()
+            self.log.close(finished)
+
+
+class NothingToLearn(Exception):
+    """No group that is worth learning from has come for too long."""
+
+
+# ------------------------------------------------------------------------------------------------------------------- main
+
+
+def print_ranks(config: Config) -> None:
+    print("rank  role")
+    for role in sync.roles(config):
+        what = "learner (publishes, logs, saves)" if role.rank == 0 else "learner"
+        if role.kind == "engine":
+            what = f"engine {role.engine}" + ("" if role.tp == 0 else f", tensor-parallel part {role.tp}")
+        print(f"{role.rank:4d}  {what}")
+    sys.stdout.flush()
+
+
+def memory_estimate(config: Config) -> str:
+    """Bytes by arithmetic, from the shapes alone."""
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+    n = sum(p.numel() for p in lm.parameters())
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    learner = 16 * n / config.layout.trainers
+    logits = 4 * lm.config.vocab_size * min(config.train.logprob_chunk, config.train.max_tokens_per_microbatch)
+    gib = 1 << 30
+    return (
+        f"memory: {n / 1e6:.1f} M parameters; each learner rank {learner / gib:.2f} GiB (float32 masters, gradients and "
+        f"AdamW's moments) + {logits / gib:.2f} GiB for a chunk of logits + activations of "
+        f"{config.train.max_tokens_per_microbatch} tokens; each engine {itemsize * n / config.layout.engine_tp / gib:.2f} "
+        "GiB of weights per rank + KV cache (engine.args.mem_fraction_static, engine.args.max_total_tokens)"
+    )
+
+
+def prepare(config: Config) -> rollout.Prompts:
+    """Everything that can be checked, and made, before processes start. Raises ConfigError."""
+    if config.model.path == pretrain.PATH:
+        pretrain.ensure()
+    prompts = rollout.open_prompts(config)
+    check_run_dir(config)
+    return prompts
+
+
+# What may change when a run goes on in its directory.
+FREE = ("run.", "layout.", "sync.", "eval.", "engine.", "faults.", "wandb.", "dry_run", "train.steps", "rollout.max_concurrent")
+
+
+def check_run_dir(config: Config) -> None:
+    """Raises ConfigError if the directory holds a run and may not be continued under this config."""
+    path = os.path.join(config.run.dir, "config.yaml")
+    if not os.path.exists(path):
+        return
+    if config.run.resume == "never":
+        raise ConfigError(f"run.dir: {config.run.dir} holds a run already and run.resume=never refuses to overwrite it")
+    for key, here in schema.flatten(config).items():
+        there = schema.flatten(schema.load(path, [])).get(key)
+        if here != there and not key.startswith(FREE):
+            raise ConfigError(
+                f"run.dir: {config.run.dir} holds a run with {key}={there}, this one has {key}={here}; choose another "
+                f"run.dir, or set the same value"
+            )
+
+
+def on_signal(number, frame) -> None:
+    """Asks the loops to save and stop; if they have not after faults.stop_timeout, the process ends all the same."""
+    rollout.stop_signals.append(signal.Signals(number).name)
+
+
+def arm_signals(config: Config) -> None:
+    def last_resort():
+        while not rollout.stop_signals:
+            time.sleep(0.2)
+        time.sleep(config.faults.stop_timeout)
+        print(f"not stopped {config.faults.stop_timeout:g} s after {rollout.stop_signals[0]}: giving up", file=sys.stderr)
+        os._exit(1)  # the kernel then kills the engine server, whose parent this is
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    threading.Thread(target=last_resort, daemon=True).start()
+
+
+def main(argv: list[str]) -> int:
+    launched = "RANK" in os.environ
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        path = argv.pop(0) if argv and argv[0].endswith((".yaml", ".yml")) else None
+        config = schema.load(path, argv)
+        if launched:
+            sync.check_world_size(config, int(os.environ["WORLD_SIZE"]))
+        prompts = prepare(config)
+    except ConfigError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    if config.dry_run:
+        if rank == 0:
+            print(schema.to_yaml(config))
+            print_ranks(config)
+            print(memory_estimate(config))
+        return 0
+    if not launched:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set and announce it; layout.threads decides
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.world_size}"]
+        os.execv(sys.executable, torchrun + [os.path.abspath(__file__)] + ([path] if path else []) + argv)
+    if rank == 0:
+        os.makedirs(os.path.join(config.run.dir, "logs"), exist_ok=True)
+        with open(os.path.join(config.run.dir, "config.yaml"), "w") as f:
+            f.write(schema.to_yaml(config))
+        print_ranks(config)
+    transformers.logging.disable_progress_bar()
+    rollout.die_with_parent()  # of torchrun: no rank outlives it
+    arm_signals(config)
+    try:
+        ranks = sync.join(config)
+        if ranks.role.kind == "engine":
+            rollout.serve(config, ranks, prompts)
+        else:
+            Learner(config, ranks, prompts).learn()
+    except (rollout.EngineError, NothingToLearn, TimeoutError) as error:
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(
+            f"error on rank {rank}: the disk is full ({error}); the last checkpoint is "
+            f"{config.run.dir}/checkpoints/step_{checkpoint.latest(config.run.dir)}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
