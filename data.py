@@ -95,7 +95,10 @@ class Generated:
             question, answer = self.make(rng)
             if is_held_out(question) != held_out:
                 continue
-            row = self.new_row(f"{part}/{visit}", question, answer)
+            try:
+                row = self.new_row(f"{part}/{visit}", question, answer)
+            except ValueError as error:
+                raise ConfigError(f"{self.label}: problem {question[:60]!r} {error}") from error
             if self.fits(row):
                 self.skipped += too_long
                 return row
@@ -243,9 +246,6 @@ def open_source(source: Source, label: str, name: str, fits: Callable[[Row], boo
         return Row(f"{name}/{row_id}", name, build_prompt(prompt, source), grader, answer)
 
     if make is not None:
-        if source.kind == "reasoning_gym" and grader != "reasoning_gym":
-            problem = make
-            make = lambda rng: (lambda question, answer: (question, answer["answer"]))(*problem(rng))
         return Generated(label, name, make, new_row, fits, seed)
     where, records = read_hub(source, label) if source.kind == "hub" else read_file(source, label)
     if not records:
@@ -280,22 +280,37 @@ def open_generator(source: Source, label: str) -> tuple[Callable, str]:
     return lambda rng: problem(rng, **source.args), grader
 
 
+HASH_SEEDED = ("isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note")
+SMALLER = {"acre": 1000, "word_ladder": 10_000}  # tasks that make every item at the start
+
+
 def open_reasoning_gym(source: Source, label: str, seed: int) -> tuple[Callable, str]:
+    """A reasoning-gym task. With another grader than its own, the reference is the task's answer as text."""
     from reasoning_gym.factory import DATASETS, create_dataset  # a second to import, so only when asked for
 
-    if source.task not in DATASETS:
-        raise ConfigError(f"{label}: {unknown('reasoning-gym task', source.task, sorted(DATASETS))}")
+    task = source.task
+    if task not in DATASETS:
+        raise ConfigError(f"{label}: {unknown('reasoning-gym task', task, sorted(DATASETS))}")
+    if task == "game_of_life_halting":
+        raise ConfigError(f"{label}: reasoning-gym's scorer of {task} gives full marks to any text; choose another task")
+    if task in HASH_SEEDED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise ConfigError(
+            f"{label}: the problems of {task} depend on Python's hash seed, so ranks would disagree: start the run with "
+            "PYTHONHASHSEED=0 in the environment"
+        )
+    args = {"size": SMALLER.get(task, 100_000), **source.args}
     try:
-        dataset = create_dataset(source.task, **{"size": 100_000, **source.args, "seed": seed})
+        dataset = create_dataset(task, seed=seed, **args)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"{label}: reasoning-gym refuses args {dict(source.args)}: {error}") from error
 
-    def problem(rng: random.Random) -> tuple[str, dict]:
+    def problem(rng: random.Random) -> tuple[str, Any]:
         index = rng.randrange(len(dataset))
         item = dataset[index]
-        answer = {"task": source.task, "args": dict(source.args), "seed": seed, "index": index}
+        if source.grader not in (None, "reasoning_gym"):
+            return item["question"], item["answer"]
         crc = zlib.crc32(item["question"].encode())
-        return item["question"], answer | {"question_crc": crc, "answer": item["answer"]}
+        return item["question"], {"task": task, "seed": seed, "args": args, "index": index, "question_crc": crc}
 
     return problem, "reasoning_gym"
 
@@ -351,20 +366,21 @@ def read_hub(source: Source, label: str) -> tuple[str, list[tuple[int, dict]]]:
 
 def build_prompt(prompt: Any, source: Source) -> Prompt:
     """A column's value as the prompt of a row. Raises ValueError where it is neither text nor chat messages."""
-    if isinstance(prompt, str) and prompt:
+    if not prompt:
+        raise ValueError(f"has no prompt (column {source.prompt!r})")
+    if isinstance(prompt, str):
         prompt = source.instruction.replace("{prompt}", prompt)
         if source.system is None:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    valid = isinstance(prompt, list) and prompt
-    if not valid or not all(
+    if not isinstance(prompt, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
     ):
         raise ValueError(
             f"has a prompt (column {source.prompt!r}) that is neither text nor a list of messages with role and content"
         )
     messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
-    if source.system is not None:
+    if source.system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": source.system})
     return messages
 

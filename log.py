@@ -16,6 +16,7 @@ import netrc
 import os
 import time
 import uuid
+from collections import deque
 
 import numpy as np
 import torch
@@ -67,7 +68,9 @@ class RunLog:
         for name in os.listdir(os.path.join(self.dir, "rollouts")):
             if int(name[len("step_") : -len(".jsonl")]) > step:
                 os.remove(os.path.join(self.dir, "rollouts", name))
-        self.last_totals: dict[int, sync.EngineStats] = {}
+        # Sums over the engines at the start and after each of the last steps: they report about twice a second, so the
+        # difference over a single short step would be noise.
+        self.totals = deque([dict.fromkeys(("wall", "busy", "tokens", "prompt_tokens", "cached_tokens"), 0)], maxlen=6)
         self.wandb = start_wandb(config)
 
     def append(self, name: str, line: dict) -> None:
@@ -122,21 +125,17 @@ class RunLog:
         )
 
     def engine_metrics(self, engines: dict[int, tuple[sync.EngineStats, float]]) -> dict:
-        """Differences of the engines' running totals since the last step."""
-        change = {name: 0.0 for name in ("wall", "busy", "tokens", "prompt_tokens", "cached_tokens")}
-        for index, (now, _) in engines.items():
-            before = self.last_totals.get(index)
-            for name in change:
-                change[name] += getattr(now, name) - (getattr(before, name) if before else 0)
-            self.last_totals[index] = now
+        """Rates over the last steps, from the engines' running totals."""
+        names = ("wall", "busy", "tokens", "prompt_tokens", "cached_tokens")
+        self.totals.append({name: sum(getattr(stats, name) for stats, _ in engines.values()) for name in names})
+        change = {name: self.totals[-1][name] - self.totals[0][name] for name in names}
         heard = [came for _, came in engines.values() if time.monotonic() - came < 60]
-        pauses = [now.pause for now, _ in engines.values()]
         wall_each = change["wall"] / max(1, len(engines))
         return {
             "rollout/prefix_hit_rate": change["cached_tokens"] / max(1, change["prompt_tokens"]),
             "rollout/tokens_per_s": change["tokens"] / wall_each if wall_each else 0.0,
             "idle/engine": 1 - change["busy"] / change["wall"] if change["wall"] else 0.0,
-            "time/sync_pause": max(pauses, default=0.0),
+            "time/sync_pause": max((stats.pause for stats, _ in engines.values()), default=0.0),
             "engine/alive": len(heard),
             "engine/restarts": 0,
             "engine/retried": 0,

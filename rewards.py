@@ -44,7 +44,7 @@ log = logging.getLogger("rewards")
 
 TAIL = 20_000  # characters: a final answer is looked for in the end of a response, so that a long one costs no more
 START_S = 120.0  # seconds for a worker to start and import what a grader needs; not part of a grade's deadline
-WORKER_BYTES = 8 << 30  # address space of a worker
+WORKER_BYTES = 4 << 30  # address space of a worker
 
 
 class GraderError(Exception):
@@ -115,25 +115,30 @@ def grade_exact(response: str, answer: str) -> float:
     return float(response.strip() == str(answer).strip())
 
 
-# A sign counts only where no operand precedes it: "7-5" ends with 5, "= -5" with -5.
+# Digits with or without thousands separators. A sign counts only where no operand precedes it: "7-5" ends with 5.
 NUMBER = re.compile(r"(?:(?<![\w.)\]])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+PLAIN_NUMBER = re.compile(r"([-+]?(?:\d{1,100}(?:\.\d{1,100})?|\.\d{1,100}))(?:/(\d{1,100}))?", re.ASCII)
 
 
 def parse_number(text: Any) -> Fraction:
-    """An integer, decimal or fraction as an exact number; thousands separators are allowed. Raises ValueError."""
-    text = str(text).strip().replace(",", "").replace("\u2212", "-")
-    if not re.fullmatch(r"[-+]?\d{1,100}(\.\d{1,100})?(/\d{1,100})?|[-+]?\.\d{1,100}", text, re.ASCII):
-        raise ValueError(f"{text[:40]!r} is not a number")
+    """An integer, decimal or fraction of at most 100 digits a part, as an exact number. Raises ValueError."""
+    parts = PLAIN_NUMBER.fullmatch(str(text).strip().replace(",", "").replace("\u2212", "-"))
+    if not parts or (parts[2] and not int(parts[2])):
+        raise ValueError(f"{str(text)[:40]!r} is not a number")
+    return Fraction(parts[1]) / int(parts[2] or 1)
+
+
+def number_equals(found: list[str], i: int, answer: Fraction) -> float:
+    """Whether the i-th of the numbers found is the answer; one of more than 100 digits is not."""
     try:
-        return Fraction(text) if "/" not in text else Fraction(text.split("/")[0]) / Fraction(text.split("/")[1])
-    except ZeroDivisionError:
-        raise ValueError(f"{text[:40]!r} is not a number") from None
+        return float(bool(found) and parse_number(found[i]) == answer)
+    except ValueError:
+        return 0.0
 
 
 def grade_number(response: str, answer: Any) -> float:
     """The last integer or decimal in the response equals the answer exactly."""
-    found = NUMBER.findall(response[-TAIL:])
-    return float(bool(found) and parse_number(found[-1]) == parse_number(answer))
+    return number_equals(NUMBER.findall(response[-TAIL:]), -1, parse_number(answer))
 
 
 def gsm8k_answer(answer: Any) -> Fraction:
@@ -141,18 +146,14 @@ def gsm8k_answer(answer: Any) -> Fraction:
     return parse_number(str(answer).rpartition("####")[2])
 
 
-def grade_gsm8k(response: str, answer: str) -> float:
+def grade_gsm8k(response: str, answer: Any) -> float:
     """The number after the response's last "####", or else its last number, equals the one after the answer's "####"."""
-    response = response[-TAIL:]
-    _, marked, final = response.rpartition("####")
-    found = NUMBER.findall(response)
-    if marked:
-        found = NUMBER.findall(final)[:1]
-    return float(bool(found) and parse_number(found[-1]) == gsm8k_answer(answer))
+    _, marker, final = response[-TAIL:].rpartition("####")
+    return number_equals(NUMBER.findall(final), 0 if marker else -1, gsm8k_answer(answer))
 
 
 CHOICE = re.compile(
-    r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\b|(?i:\b(?:answer|choice|option)\b[\s:*]*(?:is\b[\s:*]*)?)\(?([A-J])(?![\w'])"
+    r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\b|(?i:\banswer(?: choice| option)?\b[\s:*]*(?:is\b[\s:*]*)?)\(?([A-J])(?![\w'])"
 )
 ONLY_CHOICE = re.compile(r"\W*([A-J])\W*")
 
@@ -268,7 +269,7 @@ def format_in_worker(response: str, answer: str | dict) -> float:
 # Scorers of reasoning-gym that evaluate the text (eval, sympy.parse_expr) -> what the text may consist of. Within these
 # alphabets there is nothing to call and no attribute to reach.
 _LISTS = r"""[\w\s,'"\[\]]*"""
-_FORMULA = r"(?:\d+\.?\d*|\b(?:[a-zA-Z]|sin|cos|tan|exp|log|sqrt|asin|acos|atan|sinh|cosh|tanh|pi)\b|[-+*/^() ])*"
+_FORMULA = r"(?:[-+*/^() \d]|(?<=\d)\.|\b(?:[a-zA-Z]|sin|cos|tan|exp|log|sqrt|asin|acos|atan|sinh|cosh|tanh|pi)\b)*"
 EVALUATED = {
     "string_insertion": _LISTS,
     "spiral_matrix": _LISTS,
@@ -283,33 +284,35 @@ EVALUATED = {
 
 
 @functools.lru_cache(maxsize=64)
-def reasoning_gym_task(task: str, args: str, seed: int):
-    """A reasoning-gym data set; `args` is JSON. Items are made when asked for, so the size is only a bound."""
+def reasoning_gym_task(task: str, seed: int, args: str):
+    """A reasoning-gym data set; `args` is JSON."""
     import reasoning_gym
 
-    return reasoning_gym.create_dataset(task, **{"size": 100_000, **json.loads(args), "seed": seed})
+    return reasoning_gym.create_dataset(task, seed=seed, **json.loads(args))
 
 
 def reasoning_gym_in_worker(response: str, answer: dict) -> float:
     """1.0 where the task's own scorer gives full marks, or else 0.0: many scorers pay a little for any text at all.
 
     The text between the last <answer> tags is scored, or the whole response where there are none. `answer` says how to make
-    the problem again (many hold objects that JSON does not keep): {"task", "args", "seed", "index", "question_crc"}.
+    the problem again (many hold objects that JSON does not keep): {"task", "seed", "args", "index", "question_crc"}.
     """
-    entry = reasoning_gym_task(answer["task"], json.dumps(answer["args"], sort_keys=True), answer["seed"])[answer["index"]]
+    task = answer["task"]
+    dataset = reasoning_gym_task(task, answer["seed"], json.dumps(answer["args"], sort_keys=True))
+    entry = dataset[answer["index"]]
     if zlib.crc32(entry["question"].encode()) != answer["question_crc"]:
-        raise GraderError(f"reasoning-gym's {answer['task']} does not make the same problem twice: choose another task")
+        raise GraderError(f"reasoning-gym's {task} did not make the same problem twice: choose another task")
     text = response[-TAIL:]
     if "<answer>" in text:
         text = text.rpartition("<answer>")[2].partition("</answer>")[0]
     text = text.strip()
-    if answer["task"] in EVALUATED and not re.fullmatch(EVALUATED[answer["task"]], text, re.ASCII):
+    if task in EVALUATED and not re.fullmatch(EVALUATED[task], text, re.ASCII):
         return 0.0
-    dataset = reasoning_gym_task(answer["task"], json.dumps(answer["args"], sort_keys=True), answer["seed"])
     return float(dataset.score_answer(text, entry) >= 1.0 - 1e-9)
 
 
-# ------------------------------------------------------------------------------------------ code: run in a sandbox
+# ------------------------------------------------------------------------------------------------ code: run in a sandbox
+
 
 def final_code(response: str) -> str:
     """The last fenced block (also one that was cut short), or else the whole response."""
@@ -321,12 +324,21 @@ def final_code(response: str) -> str:
     return code if newline else language
 
 
+def check_tests(tests: str | list) -> None:
+    """Raises ValueError, KeyError or TypeError where `tests` is nothing that grade_code takes."""
+    sources = tests if isinstance(tests, str) else all(isinstance(case, str) for case in tests)
+    if not tests or not (sources or all(isinstance(c["stdin"], str) and isinstance(c["stdout"], str) for c in tests)):
+        raise ValueError("tests must be Python source, a list of it, or a list of {stdin, stdout}, and not empty")
+
+
 def grade_code(response: str, tests: str | list, timeout_s: float = 8.0, memory_mb: int = 512) -> float:
     """1.0 if the response's last code block passes every test within `timeout_s` for all of them, or else 0.0.
 
-    `tests` is Python source that raises where the program is wrong (asserts, run in the program's namespace), or a list of
-    {"stdin": ..., "stdout": ...} cases, compared line by line without trailing white space. Needs bubblewrap.
+    `tests` is Python source that raises where the program is wrong (asserts, run in the program's namespace), a list of
+    such sources, or a list of {"stdin": ..., "stdout": ...} cases, compared line by line without trailing white space.
+    Needs bubblewrap (sandbox.check). Raises ValueError, KeyError or TypeError for tests of another form.
     """
+    check_tests(tests)
     program = final_code(response)
     try:
         if "\0" in program or len(program.encode()) > sandbox.PROGRAM_BYTES:
@@ -334,9 +346,9 @@ def grade_code(response: str, tests: str | list, timeout_s: float = 8.0, memory_
     except UnicodeEncodeError:  # half a surrogate pair
         return 0.0
     try:
-        if isinstance(tests, str):
-            token = secrets.token_hex(16)
-            _, output = sandbox.run(program, "tests", json.dumps([tests, token]), timeout_s, memory_mb << 20)
+        if isinstance(tests, str) or isinstance(tests[0], str):
+            source, token = tests if isinstance(tests, str) else "\n".join(tests), secrets.token_hex(16)
+            _, output = sandbox.run(program, "tests", json.dumps([source, token]), timeout_s, memory_mb << 20)
             return float(token in output.splitlines())
         deadline = time.monotonic() + timeout_s
         for case in tests:
@@ -383,9 +395,11 @@ def check_choice(answer: str) -> None:
         raise ValueError(f"{str(answer)[:40]!r} is not one letter, A to J")
 
 
-def check_tests(answer: str | list) -> None:
-    if not isinstance(answer, str) and not all(isinstance(c["stdin"], str) and isinstance(c["stdout"], str) for c in answer):
-        raise ValueError("tests must be Python source or a list of {stdin, stdout}")
+def check_format(answer: str | dict) -> None:
+    try:
+        re.compile(answer if isinstance(answer, str) else answer["pattern"])
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
 
 
 GRADERS: dict[str, Grader] = {
@@ -395,7 +409,7 @@ GRADERS: dict[str, Grader] = {
     "choice": Grader(grade_choice, check=check_choice),
     "countdown": Grader(lambda text, answer: grade_countdown(text, **answer), check=check_countdown),
     "math": Grader(math_in_worker, isolated=True, imports=("math_verify",)),
-    "format": Grader(format_in_worker, isolated=True, check=lambda a: re.compile(a if isinstance(a, str) else a["pattern"])),
+    "format": Grader(format_in_worker, isolated=True, check=check_format),
     "code": Grader(grade_code, isolated=True, check=check_tests, available=sandbox.check),
     "reasoning_gym": Grader(reasoning_gym_in_worker, isolated=True, imports=("reasoning_gym",)),
 }
@@ -428,6 +442,9 @@ def checked(score: Any, name: str, row_id: str) -> float:
 # ------------------------------------------------------------------------------------------------------ worker processes
 
 
+READY = b"ready"  # the worker has what the grader needs: its deadline starts
+
+
 class WorkerLost(Exception):
     """The worker hung or died with this item; the text says which."""
 
@@ -443,12 +460,15 @@ def work(channel: Connection, parent: int) -> None:
         while not channel.poll(5.0):
             if os.getppid() != parent:
                 return
-        job = json.loads(channel.recv_bytes())
+        try:
+            job = json.loads(channel.recv_bytes())
+        except EOFError:
+            return
         grader = GRADERS[job["grader"]]
         try:
             for module in grader.imports:
                 importlib.import_module(module)
-            channel.send_bytes(b"ready")
+            channel.send_bytes(READY)
             signal.setitimer(signal.ITIMER_REAL, job["timeout_s"] + 1)
             reply = {"score": checked(grader.score(job["text"], job["answer"]), job["grader"], job["row"])}
         except GraderError as error:
@@ -464,8 +484,8 @@ class Worker:
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
-        self.channel: Connection | None = None
         self.closed = False
+        self.lock = threading.Lock()  # between the thread that grades and the one that closes
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -475,8 +495,8 @@ class Worker:
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it, nor its children
-                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
+                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
             )
         self.channel = Connection(ours.detach())
 
@@ -486,16 +506,17 @@ class Worker:
         return self.channel.recv_bytes()
 
     def grade(self, grader: str, text: str, answer: Any, timeout_s: float, row_id: str) -> tuple[float, str | None]:
-        """(score, failure or None). Raises GraderError."""
-        if self.closed:
-            return 0.0, "the graders were closed"
-        job = {"grader": grader, "text": text, "answer": answer, "timeout_s": timeout_s, "row": row_id}
-        try:
+        """(score, why grading failed or None). Raises GraderError."""
+        with self.lock:
+            if self.closed:
+                return 0.0, "the graders were closed"
             if self.process is None:
                 self.start()
+        job = {"grader": grader, "text": text, "answer": answer, "timeout_s": timeout_s, "row": row_id}
+        try:
             self.channel.send_bytes(json.dumps(job).encode())
-            first = self.receive(START_S, "starting a grader's worker")
-            reply = json.loads(self.receive(timeout_s, "the grade") if first == b"ready" else first)
+            first = self.receive(START_S, "starting the worker")
+            reply = json.loads(self.receive(timeout_s, "grading") if first == READY else first)
         except (WorkerLost, EOFError, OSError) as error:
             self.kill()
             return 0.0, str(error) if isinstance(error, WorkerLost) else "the worker died"
@@ -504,11 +525,19 @@ class Worker:
         return reply.get("score", 0.0), reply.get("failure")
 
     def kill(self) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # not yet waited for, so the id is still its own
-            self.process.wait()
-            self.channel.close()
-            self.process = self.channel = None
+        with self.lock:
+            if self.process is not None:
+                os.killpg(self.process.pid, signal.SIGKILL)  # not yet waited for, so the id is still its own
+                self.process.wait()
+                self.channel.close()
+                self.process = None
+
+    def close(self) -> None:
+        """No grade starts after this, and one that is being made ends at once."""
+        with self.lock:
+            self.closed = True
+            if self.process is not None:
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class GraderPool:
@@ -558,9 +587,7 @@ class GraderPool:
     def close(self) -> None:
         """Ends the workers, also those that are grading; no process is left."""
         for worker in self.workers:
-            worker.closed = True
-            if worker.process is not None:
-                worker.process.kill()
+            worker.close()
         self.threads.shutdown(cancel_futures=True)
         for worker in self.workers:
             worker.kill()
@@ -574,7 +601,7 @@ def grade_alone(grader: str, response: str, answer: Any, timeout_s: float) -> fl
         return ALONE.grade(grader, response, answer, timeout_s, "(direct call)")[0]
 
 
-def grade_math(response: str, answer: str, timeout_s: float = 10.0) -> float:
+def grade_math(response: str, answer: str, timeout_s: float = 5.0) -> float:
     """1.0 if the response's final answer equals the reference symbolically, or else 0.0; also where that takes too long.
 
     Never raises, on any thread: the work is done in a worker process that is killed at the deadline.
@@ -582,7 +609,7 @@ def grade_math(response: str, answer: str, timeout_s: float = 10.0) -> float:
     return grade_alone("math", response, answer, timeout_s)
 
 
-def grade_format(response: str, pattern: str | dict, timeout_s: float = 10.0) -> float:
+def grade_format(response: str, pattern: str | dict, timeout_s: float = 5.0) -> float:
     """1.0 if the response matches a regular expression as a whole (see format_in_worker), or else 0.0."""
     return grade_alone("format", response, pattern, timeout_s)
 

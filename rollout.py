@@ -83,6 +83,7 @@ class Server:
                 "attention_backend": "torch_native",
                 "sampling_backend": "pytorch",
                 "disable_overlap_schedule": True,
+                "sleep_on_idle": True,  # an idle scheduler would spin on a core that the learner needs
                 "mem_fraction_static": 0.1,
                 "max_total_tokens": 65536,
             }
@@ -101,18 +102,19 @@ class Server:
         ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "OMP_NUM_THREADS")
         env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         env["OMP_NUM_THREADS"] = str(threads(self.config))
-        port = free_port()
+        self.held = hold_port()
+        port = self.held.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = open(self.log_path, "ab")
         self.process = subprocess.Popen(
-            self.command(port, base_gpu),
+            GUARD + self.command(port, base_gpu),
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env=env,
             cwd=os.path.dirname(self.log_path),  # not the repository: its module names must not shadow SGLang's
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=lambda: parent_death_signal(signal.SIGTERM),
         )
         patience = aiohttp.ClientTimeout(total=self.config.faults.request_timeout)
         self.http = aiohttp.ClientSession(timeout=patience, connector=aiohttp.TCPConnector(limit=0))
@@ -142,12 +144,20 @@ class Server:
             tail = log.read().decode(errors="replace").splitlines()[-lines:]
         return f"engine {self.index} {what}; the last lines of {self.log_path}:\n" + "\n".join("    " + t for t in tail)
 
+    async def ask(self, path: str, body: dict) -> tuple[int, bytes]:
+        """Status and content of the server's answer. Raises EngineError with its last lines if there is none."""
+        try:
+            async with self.http.post(self.url + path, json=body) as reply:
+                return reply.status, await reply.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise EngineError(self.last_words(f"did not answer {path} ({error!r})")) from error
+
     async def post(self, path: str, body: dict) -> dict:
         """A control call. SGLang reports a refusal with status 200 or 400 and `success: false`: both are errors here."""
-        async with self.http.post(self.url + path, json=body) as reply:
-            text = await reply.text()
-        if reply.status != 200:
-            raise EngineError(f"engine {self.index}: {path} answered {reply.status}: {text[:500]}")
+        status, content = await self.ask(path, body)
+        text = content.decode()
+        if status != 200:
+            raise EngineError(f"engine {self.index}: {path} answered {status}: {text[:500]}")
         answer = json.loads(text) if text.startswith(("{", "[")) else {}
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"engine {self.index}: {path} refused: {text[:500]}")
@@ -168,10 +178,9 @@ class Server:
             "return_sampling_mask": sampling.mask_replay,
             "extra_key": str(self.version),
         }
-        async with self.http.post(self.url + "/generate", json=body) as reply:
-            content = await reply.read()
-        if reply.status != 200:
-            raise EngineError(f"engine {self.index}: /generate answered {reply.status}: {content[:500]!r}")
+        status, content = await self.ask("/generate", body)
+        if status != 200:
+            raise EngineError(f"engine {self.index}: /generate answered {status}: {content[:500]!r}")
         answers = msgspec.json.decode(content)
         if len(answers) != n:
             raise EngineError(f"engine {self.index}: asked for {n} responses, got {len(answers)}")
@@ -227,22 +236,24 @@ class Server:
                 f"engine {self.index}: {len(wrong)} of {len(expected)} parameters differ from the learner's: {wrong[:5]}"
             )
 
-    def stop(self, grace: float = 3.0) -> None:
+    def stop(self) -> None:
         """Ends the server and everything that it started."""
         if self.process is None:
             return
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(grace)
-            except subprocess.TimeoutExpired:
-                pass  # it gets no second warning
+        self.process.terminate()
+        self.process.wait()
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass  # nothing of it was left
-        self.process.wait()
+        self.held.close()
         self.log.close()
+
+
+# The server runs under a shell that leads its process group and ends the whole of it on SIGTERM. SGLang's children ask
+# the kernel to die with their parent, but only once they are up: one that is still importing when the server is killed
+# would stay behind and hold the GPU.
+GUARD = ["sh", "-c", 'trap "kill -9 0" TERM; "$@" & wait $!', "sh"]
 
 
 def threads(config: Config) -> int:
@@ -250,16 +261,19 @@ def threads(config: Config) -> int:
     return config.layout.threads or max(1, os.cpu_count() // config.world_size)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def hold_port() -> socket.socket:
+    """A socket that is bound to a free port and never listens. While it lives nobody who asks for any port gets this one,
+    and a server that names the port may still listen on it: engines come up in minutes, and several at once."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
-def die_with_parent() -> None:
-    """In the child, before exec: the kernel kills it when the rank dies, however the rank dies."""
+def parent_death_signal(number: int) -> None:
+    """The kernel sends `number` to this process when the parent dies, however it dies."""
     PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def receive_buffer(nbytes: int, ranks: sync.Ranks) -> torch.Tensor:
@@ -481,7 +495,10 @@ class EngineRank:
                 if seen.eval_id > eval_done and self.server.version >= 0:
                     eval_done = seen.eval_id
                     tasks.add(asyncio.create_task(self.run_eval(eval_done)))
-                while not seen.stop_asked and not self.requests.locked() and (ticket := self.state.claim(self.ranks.role.rank)) is not None:
+                while not seen.stop_asked and not self.requests.locked():
+                    ticket = self.state.claim(self.ranks.role.rank, self.server.version)
+                    if ticket is None:
+                        break
                     tasks.add(asyncio.create_task(self.run_group(ticket)))
                     await asyncio.sleep(0)  # let it take its requests, so that `locked` tells the truth
                 self.report()

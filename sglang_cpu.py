@@ -1,17 +1,23 @@
-"""SGLang on machines without a GPU: an out-of-tree platform, with batched attention.
+"""SGLang on machines without a GPU: an out-of-tree platform, with attention over many requests per call.
 
 SGLang's own CPU engine needs kernels that no package registry has. Its plain PyTorch path runs anywhere, but computes
-attention one request at a time. This platform selects that path and replaces its attention by one that computes many
-requests per call; the numbers are the same up to rounding.
+attention one request at a time. This platform selects that path and replaces its attention; the numbers are the same
+up to rounding.
+
+    decode   reads every cached key once and is bound by memory: one compiled loop over the cache, nothing copied
+    extend   is bound by arithmetic: the new tokens of many requests are padded into tiles, one SDPA call each
 
 `make env` registers `activate` as an entry point of the group `sglang.srt.platforms`, where the server and its child
 processes find it. Where there is a GPU it stands aside. MODEL_ROCKET_STOCK_ATTENTION=1 keeps SGLang's own attention,
 for comparison (benchmarks/attention.py).
 """
 
+import functools
 import os
 from dataclasses import dataclass
 
+import numba  # a pinned requirement of SGLang
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,13 +25,13 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-# Query tokens of one request that share a tile; a longer prompt is cut, so that its early tokens skip its late keys.
+# New tokens of one request that share a tile; a longer prompt is cut, so that its early tokens skip its late keys.
 QUERY_BLOCK = 256
-# Upper bound of batch * queries * keys in one tile: 4 M score positions are a 16 MB float32 mask.
-TILE_POSITIONS = 1 << 22
-# A request joins a tile only while padded positions stay below this multiple of the needed ones ...
+# Upper bound of batch * queries * keys in one tile: its float32 mask takes 4 MB.
+TILE_POSITIONS = 1 << 20
+# A request joins a tile while padded positions stay below this multiple of the needed ones ...
 PADDING_FACTOR = 1.5
-# ... or below this many keys per query row, where a further call costs more than the padding.
+# ... or exceed them by no more than this, where a further call costs more than the padding.
 FREE_PADDING = 1 << 15
 
 
@@ -54,6 +60,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         # Returning routed experts pins host memory for CUDA; there is nothing to pin for here.
         common._cuda_host_register = lambda buffer, registration_granularity_bytes=None: None
         if os.environ.get("MODEL_ROCKET_STOCK_ATTENTION") != "1":
+            decode_loop()  # compile now, not while the first request waits
             ATTENTION_BACKENDS["torch_native"] = batched_backend
 
 
@@ -81,7 +88,7 @@ def batched_backend(runner):
                 self.tiles[sliding_window_size] = plan(
                     req_to_token, req_rows, prefix_lens, extend_lens, sliding_window_size
                 )
-            return attend(query, k_cache, v_cache, self.tiles[sliding_window_size], scaling, output)
+            return extend(query, k_cache, v_cache, self.tiles[sliding_window_size], scaling, output)
 
         def _run_sdpa_forward_decode(
             self, query, output, k_cache, v_cache, req_to_token, req_rows, seq_lens,
@@ -93,7 +100,11 @@ def batched_backend(runner):
                     query, output, k_cache, v_cache, req_to_token, req_rows, seq_lens,
                     encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
                 )  # fmt: skip
-            # Decoding extends every request by one token.
+            if query.dtype == k_cache.dtype == v_cache.dtype == torch.float32:
+                return decode(
+                    query, k_cache, v_cache, req_to_token, req_rows, seq_lens, scaling, output, sliding_window_size
+                )
+            # Other dtypes: decoding is extending every request by one token.
             return self._run_sdpa_forward_extend(
                 query, output, k_cache, v_cache, req_to_token, req_rows, seq_lens, seq_lens - 1,
                 torch.ones_like(seq_lens), None, scaling, enable_gqa, True, False, sliding_window_size,
@@ -102,13 +113,73 @@ def batched_backend(runner):
     return BatchedAttention(runner)
 
 
+# ------------------------------------------------------------------------------------------------------------ decode
+
+
+def decode(query, k_cache, v_cache, req_to_token, req_rows, seq_lens, scale, out, window=None):
+    """Attention of one new token per request over its cached keys, its own included; float32.
+
+    query: [requests, heads, dim]; k_cache, v_cache: [slots, kv heads, dim]; out: [requests, heads, value dim], filled.
+    req_to_token: [rows, max context] int32 KV slot of each position; req_rows, seq_lens: [requests].
+    scale: factor on the scores, None for dim ** -0.5. window: keys seen before the own one, None for all.
+    """
+    first_keys = torch.zeros_like(seq_lens) if window is None else (seq_lens - 1 - window).clamp_min(0)
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    decode_loop()(
+        query.contiguous().numpy(), k_cache.numpy(), v_cache.numpy(), req_to_token.numpy(), req_rows.long().numpy(),
+        first_keys.long().numpy(), seq_lens.long().numpy(), query.shape[2] ** -0.5 if scale is None else scale,
+        out.numpy(),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def decode_loop():
+    """The compiled loop of `decode`. Takes seconds the first time on a machine; the result is cached on disk."""
+    signature = "void(f4[:,:,::1], f4[:,:,::1], f4[:,:,::1], i4[:,::1], i8[::1], i8[::1], i8[::1], f8, f4[:,:,::1])"
+    return numba.njit(signature, parallel=True, fastmath={"reassoc", "contract", "arcp"}, cache=True)(_decode_loop)
+
+
+def _decode_loop(query, k_cache, v_cache, req_to_token, req_rows, first_keys, seq_lens, scale, out):
+    requests, heads, dim = query.shape
+    kv_heads, value_dim = k_cache.shape[1], v_cache.shape[2]
+    group = heads // kv_heads
+    for r in numba.prange(requests):
+        slots = req_to_token[req_rows[r], first_keys[r] : seq_lens[r]]
+        weights = np.empty((group, len(slots)), np.float32)
+        for kv_head in range(kv_heads):
+            for j in range(len(slots)):
+                key = k_cache[slots[j], kv_head]
+                for g in range(group):  # the heads of a group share the key while it is in cache
+                    q = query[r, kv_head * group + g]
+                    score = np.float32(0)
+                    for i in range(dim):
+                        score += q[i] * key[i]
+                    weights[g, j] = score * np.float32(scale)
+            for g in range(group):
+                largest = weights[g].max()
+                total = np.float32(0)
+                for j in range(len(slots)):
+                    weights[g, j] = np.exp(weights[g, j] - largest)
+                    total += weights[g, j]
+                result = out[r, kv_head * group + g]
+                result[:] = 0
+                for j in range(len(slots)):
+                    weight, value = weights[g, j] / total, v_cache[slots[j], kv_head]
+                    for i in range(value_dim):
+                        result[i] += weight * value[i]
+
+
+# ------------------------------------------------------------------------------------------------------------ extend
+
+
 @dataclass
 class Tile:
-    """Query tokens of several requests that one SDPA call serves. B pieces, padded to Q queries and K keys."""
+    """New tokens of several requests that one SDPA call serves: B pieces, padded to Q queries and K keys."""
 
     queries: torch.Tensor  # [B * Q] rows of the flat query; padding repeats the piece's last row
     slots: torch.Tensor  # [B * K] rows of the KV cache; padding repeats the piece's last slot
-    mask: torch.Tensor  # [B, 1, Q, K] float, added to the scores: 0 or -inf
+    mask: torch.Tensor  # [B, 1, Q, K] float32, added to the scores: 0 or -inf
     real: torch.Tensor | None  # [real queries] positions in B * Q that are not padding; None: all of them
 
 
@@ -116,29 +187,28 @@ def plan(req_to_token, req_rows, prefix_lens, extend_lens, window=None):
     """Cut the new tokens of a batch of requests into tiles of similar shape.
 
     req_to_token: [rows, max context] KV slot of each position; req_rows: [requests] row of each request.
-    prefix_lens, extend_lens: [requests] tokens cached before, and new tokens; decoding is an extension by one.
-    window: a query at position p sees keys p - window to p; None: all keys up to p.
+    prefix_lens, extend_lens: [requests] tokens cached before, and new tokens.
+    window: keys that a query sees before its own one, None for all.
     Returns a list of Tile that covers every new token once. Padding is bounded by PADDING_FACTOR and FREE_PADDING,
     memory by TILE_POSITIONS.
     """
     pieces = []  # (queries, keys, first row in the flat query, row in req_to_token)
     row = 0
-    for request, prefix, extend in zip(req_rows.tolist(), prefix_lens.tolist(), extend_lens.tolist()):
-        for start in range(0, extend, QUERY_BLOCK):
-            count = min(QUERY_BLOCK, extend - start)
-            pieces.append((count, prefix + start + count, row + start, request))
-        row += extend
+    for request, prefix, count in zip(req_rows.tolist(), prefix_lens.tolist(), extend_lens.tolist(), strict=True):
+        for start in range(0, count, QUERY_BLOCK):
+            queries = min(QUERY_BLOCK, count - start)
+            pieces.append((queries, prefix + start + queries, row + start, request))
+        row += count
     pieces.sort()
 
-    tiles, members, needed = [], [], 0
-    longest = 0
+    tiles, members, needed, longest = [], [], 0, 0
     for piece in pieces:
-        count, keys = piece[:2]
-        padded = (len(members) + 1) * count * max(longest, keys)
-        needed += count * keys
-        if members and (padded > TILE_POSITIONS or padded > max(PADDING_FACTOR * needed, needed + FREE_PADDING)):
+        queries, keys = piece[:2]
+        padded = (len(members) + 1) * queries * max(longest, keys)
+        needed += queries * keys
+        if members and padded > min(TILE_POSITIONS, max(PADDING_FACTOR * needed, needed + FREE_PADDING)):
             tiles.append(_tile(members, req_to_token, window))
-            members, needed, longest = [], count * keys, 0
+            members, needed, longest = [], queries * keys, 0
         members.append(piece)
         longest = max(longest, keys)
     if members:
@@ -147,42 +217,39 @@ def plan(req_to_token, req_rows, prefix_lens, extend_lens, window=None):
 
 
 def _tile(pieces, req_to_token, window):
-    counts, keys, first_rows, requests = torch.tensor(pieces).unbind(1)  # [B] each
-    width, depth = int(counts.max()), int(keys.max())
-    query = torch.arange(width)  # [Q]
-    key = torch.arange(depth)  # [K]
-    rows = first_rows[:, None] + torch.minimum(query, counts[:, None] - 1)  # [B, Q]
+    queries, keys, first_rows, requests = torch.tensor(pieces).unbind(1)  # [B] each
+    query = torch.arange(int(queries.max()))  # [Q]
+    key = torch.arange(int(keys.max()))  # [K]
+    rows = first_rows[:, None] + torch.minimum(query, queries[:, None] - 1)  # [B, Q]
     slots = req_to_token[requests[:, None], torch.minimum(key, keys[:, None] - 1)]  # [B, K]
-    position = (keys - counts)[:, None, None] + query[:, None]  # [B, Q, 1] of each query in its sequence
-    hidden = key > position  # [B, Q, K]; a padded query sees real keys too, so that no row is empty
+    position = (keys - queries)[:, None, None] + query[:, None]  # [B, Q, 1] of each query in its sequence
+    hidden = key > position  # [B, Q, K]
     if window is not None:
+        # A padded query may lie so far past its piece that the window leaves it no key; its NaN is never read.
         hidden |= key < position - window
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-    real = None if bool((counts == width).all()) else (query < counts[:, None]).flatten().nonzero().squeeze(1)
+    real = None if bool((queries == len(query)).all()) else (query < queries[:, None]).flatten().nonzero().squeeze(1)
     return Tile(rows.flatten(), slots.flatten().long(), mask[:, None], real)
 
 
-def attend(query, k_cache, v_cache, tiles, scale, out):
-    """Scaled dot-product attention of new tokens over cached keys, grouped-query heads included.
+def extend(query, k_cache, v_cache, tiles, scale, out):
+    """Causal attention of new tokens over their cached keys, grouped-query heads included.
 
-    query: [tokens, heads, dim]; k_cache, v_cache: [slots, kv heads, dim]; out: [tokens, heads, value dim], filled.
-    scale: factor on the scores, None for dim ** -0.5.
+    query: [tokens, heads, dim]; k_cache, v_cache: [slots, kv heads, dim]; tiles: from `plan`.
+    scale: factor on the scores, None for dim ** -0.5. out: [tokens, heads, value dim], filled.
     """
-    kv_heads = k_cache.shape[1]
     for tile in tiles:
-        batch, _, width, depth = tile.mask.shape
-        # index_select and a float mask: many times faster on a CPU than indexing and a bool mask.
-        q = query.index_select(0, tile.queries).view(batch, width, *query.shape[1:]).transpose(1, 2)  # [B, heads, Q, dim]
-        k = k_cache.index_select(0, tile.slots).view(batch, depth, kv_heads, -1).transpose(1, 2).to(q.dtype)
-        v = v_cache.index_select(0, tile.slots).view(batch, depth, kv_heads, -1).transpose(1, 2).to(q.dtype)
-        if width == 1:  # the heads that share a key are then the query rows of one head, and keys are read once
-            q = q.reshape(batch, kv_heads, -1, q.shape[3])
-        seen = scaled_dot_product_attention(
-            q, k, v, attn_mask=tile.mask.to(q.dtype), scale=scale, enable_gqa=q.shape[1] != kv_heads
+        batch, _, queries, keys = tile.mask.shape
+        # index_select and a float mask are many times faster on a CPU than indexing and a bool mask.
+        q = query.index_select(0, tile.queries).unflatten(0, (batch, queries)).transpose(1, 2)  # [B, heads, Q, dim]
+        k = k_cache.index_select(0, tile.slots).unflatten(0, (batch, keys)).transpose(1, 2).to(q.dtype)
+        v = v_cache.index_select(0, tile.slots).unflatten(0, (batch, keys)).transpose(1, 2).to(q.dtype)
+        attended = scaled_dot_product_attention(
+            q, k, v, attn_mask=tile.mask.to(q.dtype), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        seen = seen.reshape(batch, -1, width, seen.shape[3]).transpose(1, 2).flatten(0, 1)  # [B * Q, heads, value dim]
+        attended = attended.transpose(1, 2).flatten(0, 1)  # [B * Q, heads, value dim]
         if tile.real is None:
-            out.index_copy_(0, tile.queries, seen)
+            out.index_copy_(0, tile.queries, attended)
         else:
-            out.index_copy_(0, tile.queries[tile.real], seen[tile.real])
+            out.index_copy_(0, tile.queries[tile.real], attended[tile.real])
     return out

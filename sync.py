@@ -112,7 +112,7 @@ class Snapshot:
     """The run's state as one read of the store saw it."""
 
     version: int  # the last announced weight publication; -1 before the first
-    started: int  # groups that count against the gate: begun and not returned
+    started: int  # groups begun, those learned from before a resume included
     returned: int  # groups that were begun and will not be learned from (gated, or dropped as stale)
     stop: bool  # every rank leaves its loop
     stop_asked: str  # why some rank wants the run to save and stop; empty while none does
@@ -154,15 +154,15 @@ class RunState:
         started = int(started.split()[0])
         return Snapshot(int(version), started, int(returned), bool(stop), stop_asked.decode(), int(eval_id))
 
-    def admits(self, seen: Snapshot) -> bool:
+    def admits(self, seen: Snapshot, held: int) -> bool:
         """The staleness gate: a group may start only if the batch that it will be learned in is at most
-        `max_staleness` versions ahead of the weights that it starts under."""
-        limit = (seen.version + self.max_staleness + 1) * self.groups_per_update
-        return seen.version >= 0 and seen.started - seen.returned < limit
+        `max_staleness` versions ahead of `held`, the version of the weights that it starts under."""
+        return held >= 0 and seen.started - seen.returned < (held + self.max_staleness + 1) * self.groups_per_update
 
-    def claim(self, rank: int) -> Optional[int]:
-        """The ticket of the next prompt, or None where the gate is shut."""
-        while self.admits(seen := self.read()):
+    def claim(self, rank: int, held: int) -> Optional[int]:
+        """The ticket of the next prompt, or None where the gate is shut for an engine with weights of version `held`,
+        which may be behind the last announced one."""
+        while self.admits(seen := self.read(), held):
             # The value names the claimant, so that two ranks that race for the same count cannot both believe they won.
             before = self.store.get("started")
             if int(before.split()[0]) != seen.started:

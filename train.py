@@ -45,9 +45,11 @@ from configs.schema import Config, ConfigError
 def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
     """[G] -> [G]: A_i = (R_i - mean(R)) / std(R) over the group (its population standard deviation); zeros where the
     group has no variance."""
-    centred = rewards - rewards.mean()
+    exact = rewards.double()  # in float32 the rounding of a mean looks like variance
+    centred = exact - exact.mean()
     std = centred.pow(2).mean().sqrt()
-    return torch.where(std > 1e-6, centred / std.clamp(min=1e-6), torch.zeros_like(centred))
+    advantages = torch.where(std > 1e-6, centred / std.clamp(min=1e-6), torch.zeros_like(centred))
+    return advantages.to(rewards.dtype)
 
 
 def importance_ratio(logp: torch.Tensor, behaviour_logp: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def policy_loss(
     r_tr = r.clamp(1 - eps, 1 / (1 - eps) + k)
     r_out = r.clamp(r_min, r_max)
     objective = torch.minimum(r_out * advantages, r_tr * advantages)
-    return -torch.where(mask, objective, 0.0).sum() / normalizer
+    return -torch.where(mask, objective, 0.0).sum() / max(normalizer, 1)  # 0: a batch without a sampled token
 
 
 def next_clip_k(k: float, entropy: float, *, target: float, delta: float, k_max: float) -> float:
@@ -146,7 +148,7 @@ class Policy(nn.Module):
         out = self.lm.base_model(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False)
         hidden = out.last_hidden_state[0, row.predictors]  # [N, d]
         logps = []
-        for i in range(0, len(row.targets), self.chunk):
+        for i in range(0, max(1, len(row.targets)), self.chunk):  # an empty row takes part too, in FSDP's collectives
             part = slice(i, i + self.chunk)
             kept = None if row.kept is None else row.kept[part]
             logps.append(
@@ -581,6 +583,7 @@ class Learner:
         if finished:
             self.finish_eval()
             if self.step % self.config.train.steps_per_update:
+                self.version += 1
                 self.publish()
             self.ask_eval()
             self.finish_eval()
@@ -700,7 +703,7 @@ def main(argv: list[str]) -> int:
             f.write(schema.to_yaml(config))
         print_ranks(config)
     transformers.logging.disable_progress_bar()
-    rollout.die_with_parent()  # of torchrun: no rank outlives it
+    rollout.parent_death_signal(signal.SIGKILL)  # torchrun's death: no rank outlives it
     arm_signals(config)
     try:
         ranks = sync.join(config)

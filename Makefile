@@ -1,0 +1,29 @@
+# Every target sets up what it needs and repeats nothing that is done.
+#   make train ARGS="run.dir=runs/mine train.steps=50"    make train CONFIG=configs/smollm2_cpu.yaml
+#   make test ARGS="-k sync"                              make test ARGS="-m 'not engine'"
+CONFIG ?= configs/tiny_cpu.yaml
+ARGS ?=
+MAKEFLAGS += --no-print-directory
+
+.PHONY: env train test smollm2 bench-attention clean ready
+
+env:  # the last line of output is the path of the environment's python
+	@.ci/env.sh
+
+train: ready
+	@.venv/bin/python train.py $(CONFIG) $(ARGS)
+
+test: ready
+	@.venv/bin/pytest $(ARGS)
+
+smollm2: ready  # fetches SmolLM2-135M and converts it
+	@.venv/bin/python smollm2.py $(ARGS)
+
+bench-%: ready  # make bench-attention runs benchmarks/attention.py
+	@.venv/bin/python benchmarks/$*.py $(ARGS)
+
+clean:  # leaves models/ and runs/, and the environment that clones share
+	@rm -rf .venv .pytest_cache .hypothesis __pycache__ */__pycache__
+
+ready:
+	@.ci/env.sh >/dev/null

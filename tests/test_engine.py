@@ -1,0 +1,352 @@
+"""A real SGLang server: does it sample what the learner believes it sampled, and hold what the learner published?
+
+The oracle is transformers' own model on one sequence at a time, with the weights that the learner process saved.
+"""
+
+import asyncio
+import contextlib
+import copy
+import hashlib
+import multiprocessing
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+import rollout
+import sync
+import train
+from rollout import EngineError, Sampling
+
+PROMPT = list(range(10, 50))
+
+
+def rollouts_of(responses, prompt=PROMPT):
+    return [rollout.to_rollout(prompt, r, "", 0.0, None) for r in responses]
+
+
+def learner_logp(engine, rollouts, temperature):
+    """What the learner computes for the sampled tokens of a packed row, and what the engine said of them."""
+    row = train.make_row(rollouts, [0.0] * len(rollouts))
+    with torch.no_grad():
+        return train.Policy(engine.lm, temperature, chunk=7)(row), row.behaviour_logp
+
+
+def oracle_logp(engine, prompt, ids, temperature=1.0):
+    """Logprobs of `ids` after `prompt` under the weights published last, by transformers alone."""
+    tokens = torch.tensor([prompt + list(ids)])
+    with torch.no_grad():
+        logits = engine.lm(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].double() / temperature
+    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_engine_and_learner_agree_on_logprobs(engine, temperature):
+    responses = engine.wait(engine.server.generate(PROMPT, 8, Sampling(temperature, 32)))
+    logp, behaviour = learner_logp(engine, rollouts_of(responses), temperature)
+    assert (logp - behaviour).abs().max() < 1e-4
+    for r in responses:
+        assert np.abs(oracle_logp(engine, PROMPT, r.ids, temperature).numpy() - r.logp).max() < 1e-4
+
+
+@pytest.mark.engine
+def test_mask_replay_normalises_over_what_the_sampler_kept(engine):
+    sampling = Sampling(0.7, 32, top_p=0.9, top_k=64, mask_replay=True)
+    rollouts = rollouts_of(engine.wait(engine.server.generate(PROMPT, 8, sampling)))
+    counts = np.concatenate([r.kept_counts[r.mask == 1] for r in rollouts])
+    assert 1 <= counts.min() < counts.max() <= 64
+    logp, behaviour = learner_logp(engine, rollouts, 0.7)
+    assert (logp - behaviour).abs().max() < 1e-4
+    for r in rollouts:
+        r.kept_counts = r.kept_ids = None
+    over_everything, _ = learner_logp(engine, rollouts, 0.7)
+    assert (over_everything - behaviour).min() < -0.05  # so the masks mattered
+
+
+@pytest.mark.engine
+def test_stop_token_truncation_and_ids_beyond_the_tokenizer(engine):
+    eos, known = engine.prompts.tokenizer.eos_token_id, len(engine.prompts.tokenizer)
+    responses = engine.wait(engine.server.generate(PROMPT, 128, Sampling(1.0, 48)))
+    assert {r.finish for r in responses} == {"stop", "length"}
+    for r in responses:
+        if r.finish == "stop":
+            assert r.ids[-1] == eos and eos not in r.ids[:-1]
+        else:
+            assert len(r.ids) == 48 and eos not in r.ids
+        one = rollouts_of([r])[0]
+        assert one.mask.sum() == len(r.ids)  # the stop token is learned like any other
+        one.check(engine.prompts.vocab_size)
+    beyond = [r for r in responses if r.ids.max() >= known]
+    assert beyond, "the vocabulary of the model is larger than the tokenizer's: such ids must come up"
+    for r in beyond:
+        text = engine.prompts.decode(r.ids)
+        assert text == engine.prompts.tokenizer.decode([i for i in r.ids if i < known], skip_special_tokens=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- weights
+
+
+def fused(published):
+    """The parameters as SGLang holds them, spelt out layer by layer: the oracle for sync.engine_checksums."""
+    held = {"model.norm.weight": published["model.norm.weight"]}
+    embedding = published["model.embed_tokens.weight"]
+    held["model.embed_tokens.weight"] = torch.cat([embedding, torch.zeros(128 - len(embedding), embedding.shape[1])])
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        attention, mlp = layer + "self_attn.", layer + "mlp."
+        for name in ("q_norm", "k_norm", "o_proj"):
+            held[f"{attention}{name}.weight"] = published[f"{attention}{name}.weight"]
+        held[attention + "qkv_proj.weight"] = torch.cat([published[f"{attention}{x}_proj.weight"] for x in "qkv"])
+        held[mlp + "gate_up_proj.weight"] = torch.cat([published[f"{mlp}{x}_proj.weight"] for x in ("gate", "up")])
+        held[mlp + "down_proj.weight"] = published[mlp + "down_proj.weight"]
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            held[f"{layer}{name}.weight"] = published[f"{layer}{name}.weight"]
+    return held
+
+
+@pytest.mark.engine
+def test_every_parameter_is_the_learners_bitwise(engine):
+    before = copy.deepcopy(engine.published)
+    engine.publish()
+    answer = engine.wait(engine.server.post("/weights_checker", {"action": "checksum"}))
+    (rank,) = answer["ranks"]
+    expected = {
+        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+        for name, tensor in fused(engine.published).items()
+    }
+    assert rank["checksums"] == expected
+    assert all(not torch.equal(before[name], tensor) for name, tensor in engine.published.items())
+
+
+@contextlib.contextmanager
+def mended(engine):
+    """Whatever became of an update in here, the next publication starts from a clean server."""
+    try:
+        yield
+    finally:
+        for path in ("/end_weight_update", "/continue_generation"):
+            with contextlib.suppress(EngineError):
+                engine.wait(engine.server.post(path, {"torch_empty_cache": False} if "continue" in path else {}))
+        engine.server.version += 1  # the one that was spoilt
+        engine.publish(noise=0.0)
+
+
+@pytest.mark.engine
+def test_verify_names_the_parameter_that_differs(engine, monkeypatch):
+    serialize, calls = rollout.serialize, []
+
+    def spoil_one_bucket(flat, bucket):
+        calls.append(bucket)
+        if len(calls) == 2:
+            flat = flat.clone()
+            flat[bucket[0].start] ^= 1  # the lowest bit of one number
+            flat.share_memory_()
+        return serialize(flat, bucket)
+
+    with mended(engine):
+        monkeypatch.setattr(rollout, "serialize", spoil_one_bucket)
+        with pytest.raises(EngineError, match="1 of .* parameters differ from the learner's") as error:
+            engine.publish()
+        name = calls[1][0].name.rsplit(".", 2)[0]
+        assert name in str(error.value)
+        monkeypatch.undo()
+        engine.pipe.recv()
+
+
+def update(engine, name, shape):
+    """Hands the server 64 zeros as the parameter `name`."""
+    flat = rollout.receive_buffer(4 * 64, engine.ranks).zero_()
+    body = {
+        "serialized_named_tensors": [rollout.serialize(flat, [sync.Slot(name, shape, "float32", 0, 4 * 64)])],
+        "load_format": "flattened_bucket", "flush_cache": False, "weight_version": "99",
+    }  # fmt: skip
+    return engine.server.post("/update_weights_from_tensor", body)
+
+
+@pytest.mark.engine
+def test_a_refused_update_carries_the_servers_words(engine):
+    with pytest.raises(EngineError, match="must run between begin_weight_update"):
+        engine.wait(update(engine, "model.norm.weight", [64]))
+    (r,) = engine.wait(engine.server.generate(PROMPT, 1, Sampling(1.0, 8)))  # nothing came of it
+    assert r.versions[0] == engine.server.version
+    assert np.abs(oracle_logp(engine, PROMPT, r.ids).numpy() - r.logp).max() < 1e-4
+
+
+# ------------------------------------------------------------------------------------------------- updates under load
+
+
+@pytest.mark.engine
+def test_a_request_in_flight_keeps_its_tokens_and_a_new_one_sees_no_old_cache(engine):
+    old = engine.server.version
+    before = copy.deepcopy(engine.lm)
+    long = engine.begin(engine.server.generate(PROMPT, 8, Sampling(1.0, 200)))
+    engine.wait(asyncio.sleep(0.3))
+    engine.publish(noise=0.05)
+    new = engine.server.version
+    responses = long.result(120)
+    assert all(r.finish in ("stop", "length") and (np.diff(r.versions) >= 0).all() for r in responses)
+    across = [r for r in responses if set(r.versions) == {old, new}]
+    assert across, "no request was in flight during the publication"
+    for r in across:
+        # Each token's logprob belongs to the version it carries. Only the first token after the update can be checked
+        # against neither: it attends to keys and values of the old weights. So the old part is exact ...
+        n = int((r.versions == old).sum())
+        after, engine.lm = engine.lm, before
+        assert np.abs(oracle_logp(engine, PROMPT, r.ids[:n]).numpy() - r.logp[:n]).max() < 1e-4
+        # ... and the new part is not what the old weights would have said.
+        assert np.abs(oracle_logp(engine, PROMPT, r.ids).numpy()[n:] - r.logp[n:]).max() > 1e-2
+        engine.lm = after
+    # The same prompt again: under the new weights alone, as a cold engine would.
+    fresh = engine.wait(engine.server.generate(PROMPT, 4, Sampling(1.0, 16)))
+    for r in fresh:
+        assert set(r.versions) == {new}
+        assert np.abs(oracle_logp(engine, PROMPT, r.ids).numpy() - r.logp).max() < 1e-4
+    # Within a version the prefix is computed once.
+    (again,) = engine.wait(engine.server.generate(PROMPT, 1, Sampling(1.0, 4)))
+    assert again.cached_tokens >= len(PROMPT) - 1
+
+
+@pytest.mark.engine
+def test_twenty_publications_under_load_abort_nothing(engine):
+    stop = asyncio.Event()
+    sampling = Sampling(1.0, 64)
+
+    async def client(i):
+        responses = []
+        while not stop.is_set():
+            responses += await engine.server.generate(PROMPT[: 8 + i], 4, sampling)  # raises on abort and on short answers
+        return responses
+
+    async def load():
+        return await asyncio.gather(*(client(i) for i in range(8)))
+
+    first = engine.server.version
+    clients = engine.begin(load())
+    for _ in range(20):
+        engine.publish(noise=0.001)
+    engine.loop.call_soon_threadsafe(stop.set)
+    responses = [r for some in clients.result(120) for r in some]
+    assert len({v for r in responses for v in r.versions}) >= 10
+    assert max(r.versions.max() for r in responses) == engine.server.version == first + 20
+    assert any(len(set(r.versions)) > 1 for r in responses)
+    for r in responses:
+        assert len(r.ids) == len(r.logp) == len(r.versions)
+        assert r.finish == "length" and len(r.ids) == 64 or r.finish == "stop" and r.ids[-1] in engine.server.stop_ids
+
+
+# ------------------------------------------------------------------------------------------------------ the server's words
+
+ANSWER = {
+    "output_ids": [5, 6, 1],
+    "meta_info": {
+        "finish_reason": {"type": "stop", "matched": 1},
+        "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-0.1, 1, None]],
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}],
+        "prompt_tokens": 7,
+        "cached_tokens": 6,
+        "output_token_sampling_mask": [[5, 9], [6], [1, 2, 3]],
+        "output_token_sampling_logprobs": [-0.25, 0.0, -0.05],
+    },
+}
+
+
+def doctored(**changes):
+    answer = copy.deepcopy(ANSWER)
+    for name, value in changes.items():
+        (answer if name == "output_ids" else answer["meta_info"])[name] = value
+    return answer
+
+
+def test_an_answer_is_parsed_as_it_is():
+    r = rollout.parse_response(ANSWER, Sampling(1.0, 8))
+    assert r.ids.tolist() == [5, 6, 1] and r.versions.tolist() == [3, 3, 4] and r.finish == "stop"
+    assert r.logp.tolist() == pytest.approx([-0.5, -1.5, -0.1])
+    assert (r.prompt_tokens, r.cached_tokens, r.kept_ids) == (7, 6, None)
+
+
+def test_mask_replay_takes_the_renormalised_logprobs():
+    r = rollout.parse_response(ANSWER, Sampling(0.7, 8, 0.9, 64, True))
+    assert r.logp.tolist() == pytest.approx([-0.25, 0.0, -0.05])
+    assert r.kept_counts.tolist() == [2, 1, 3] and r.kept_ids.tolist() == [5, 9, 6, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"finish_reason": {"type": "abort", "message": "out of memory"}}, "abort"),
+        ({"output_ids": [], "output_token_logprobs": []}, "0 tokens"),
+        ({"output_token_logprobs": ANSWER["meta_info"]["output_token_logprobs"][:2]}, "2 logprobs"),
+        ({"output_ids": [5, 7, 1]}, "do not belong"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "do not cover"),
+        ({"weight_versions": []}, "do not cover"),
+    ],
+)
+def test_an_answer_whose_parts_do_not_fit_is_an_error(changes, words):
+    with pytest.raises(EngineError, match=words):
+        rollout.parse_response(doctored(**changes), Sampling(1.0, 8))
+
+
+def test_more_tokens_than_asked_for_is_an_error():
+    with pytest.raises(EngineError, match="limit 2"):
+        rollout.parse_response(ANSWER, Sampling(1.0, 2))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_token_sampling_mask": [[5, 9], [7], [1, 2, 3]]},  # the sampled token is not among the kept ones
+        {"output_token_sampling_mask": [[5, 9], [6]]},
+        {"output_token_sampling_logprobs": [-0.25, 0.0]},
+    ],
+)
+def test_kept_ids_that_do_not_fit_are_an_error(changes):
+    with pytest.raises(EngineError, match="kept ids"):
+        rollout.parse_response(doctored(**changes), Sampling(0.7, 8, 0.9, 64, True))
+
+
+def hold_ports(pipe):
+    held = [rollout.hold_port() for _ in range(200)]
+    pipe.send([s.getsockname()[1] for s in held])
+    pipe.recv()
+
+
+def test_engines_that_start_at_once_get_ports_of_their_own():
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe() for _ in range(4)]
+    ranks = [fork.Process(target=hold_ports, args=(theirs,), daemon=True) for _, theirs in pipes]
+    for rank in ranks:
+        rank.start()
+    ports = [port for ours, _ in pipes for port in ours.recv()]
+    assert len(set(ports)) == len(ports) == 800
+    with socket.socket() as server:  # as SGLang binds: the port is free for whoever names it
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", ports[0]))
+        server.listen()
+    for (ours, _), rank in zip(pipes, ranks):
+        ours.send("done")
+        rank.join()
+
+
+# -------------------------------------------------------------------------------------------- last: it ends the server
+
+
+@pytest.mark.engine
+def test_an_update_that_kills_the_server_is_an_error_with_its_last_words(engine):
+    server = engine.server
+    engine.wait(server.post("/pause_generation", {"mode": "in_place"}))
+    engine.wait(server.post("/begin_weight_update", {}))
+    with pytest.raises(EngineError, match=r"(?s)did not answer /update.*Attempted to load weight.*\[8, 8\]"):
+        engine.wait(update(engine, "model.norm.weight", [8, 8]))
+    group = server.process.pid
+    assert server.process.wait(60) != 0
+    with pytest.raises(EngineError, match="ended with exit code"):
+        server.check_alive()
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)

@@ -1,0 +1,279 @@
+"""The formulas of train.py against loops over Python floats, and the cutting of a batch into rows."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import train
+
+DEFAULTS = dict(eps=0.6, k=0.5, r_min=0.0, r_max=50.0)
+
+# ---------------------------------------------------------------------------------------------------------- the oracle
+
+
+def clip(x, dx, low, high):
+    """Value and derivative."""
+    return (low, 0.0) if x < low else (high, 0.0) if x > high else (x, dx)
+
+
+def objective(tokens, normalizer, eps, k, r_min, r_max):
+    """(J, [dJ/dlogp]) of [(logp, behaviour_logp, advantage, mask)], one token after another in Python floats."""
+    total, gradient = 0.0, []
+    for logp, behaviour, advantage, mask in tokens:
+        if not mask:
+            gradient.append(0.0)
+            continue
+        r = math.exp(logp - behaviour)
+        outer, d_outer = clip(r, r, r_min, r_max)
+        trusted, d_trusted = clip(r, r, 1 - eps, 1 / (1 - eps) + k)
+        if outer * advantage < trusted * advantage:
+            value, slope = outer, d_outer
+        elif outer * advantage > trusted * advantage:
+            value, slope = trusted, d_trusted
+        else:
+            value, slope = outer, (d_outer + d_trusted) / 2
+        total += value * advantage / normalizer
+        gradient.append(slope * advantage / normalizer)
+    return total, gradient
+
+
+def loss_and_gradient(tokens, normalizer, dtype=torch.float64, **constants):
+    logp, behaviour, advantages, mask = (torch.tensor(column, dtype=dtype) for column in zip(*tokens))
+    logp.requires_grad_()
+    loss = train.policy_loss(logp, behaviour, advantages, mask, normalizer, **constants)
+    loss.backward()
+    return loss.item(), logp.grad.tolist()
+
+
+LOGP = st.floats(-20, 0)
+TOKEN = st.tuples(LOGP, LOGP, st.floats(-12, 12), st.integers(0, 1))
+
+
+# ------------------------------------------------------------------------------------------------------- the objective
+
+
+@given(
+    st.lists(TOKEN, min_size=1, max_size=20),
+    st.integers(1, 1000),
+    st.floats(0.05, 0.9),
+    st.floats(0, 2.5),
+    st.floats(0, 0.04),
+    st.floats(13, 100),
+)
+def test_loss_and_gradient_equal_the_loops(tokens, normalizer, eps, k, r_min, r_max):
+    constants = dict(eps=eps, k=k, r_min=r_min, r_max=r_max)
+    for logp, behaviour, _, _ in tokens:  # at a corner the derivative is a matter of taste
+        r = math.exp(logp - behaviour)
+        assume(all(abs(r - corner) > 1e-9 for corner in (1 - eps, 1 / (1 - eps) + k, r_min, r_max)))
+    expected, gradient = objective(tokens, normalizer, **constants)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-4)):
+        loss, slopes = loss_and_gradient(tokens, normalizer, dtype, **constants)
+        assert loss == pytest.approx(-expected, rel=tolerance, abs=tolerance)
+        if dtype == torch.float64:
+            assert slopes == pytest.approx([-g for g in gradient], rel=tolerance, abs=tolerance)
+        assert all(math.isfinite(g) for g in slopes)
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, value, learns",
+    [
+        (1.0, 2.0, 2.0, True),
+        (0.1, 1.0, 0.1, True),  # a good token that became rare may grow
+        (2.9, 1.0, 2.9, True),  # below 2.5 + k
+        (3.1, 1.0, 3.0, False),  # the upper side of the trust region
+        (0.3, -1.0, -0.4, False),  # its lower side
+        (30.0, -1.0, -30.0, True),  # a bad token that became likely is pushed back,
+        (60.0, -1.0, -50.0, False),  # but never harder than the outer clip allows
+        (1.7, 0.0, 0.0, False),
+    ],
+)
+def test_each_branch(ratio, advantage, value, learns):
+    loss, (slope,) = loss_and_gradient([(math.log(ratio) - 5, -5.0, advantage, 1)], 1, **DEFAULTS)
+    assert loss == pytest.approx(-value)
+    assert slope == pytest.approx(-ratio * advantage if learns else 0.0)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("column", ["logp", "behaviour", "advantage"])
+def test_masked_positions_count_for_nothing_whatever_they_hold(garbage, column):
+    clean = [(-1.0, -1.2, 1.0, 1), (-2.0, -2.0, -1.0, 0), (-0.5, -3.0, -1.0, 1)]
+    dirty = [list(token) for token in clean]
+    dirty[1][("logp", "behaviour", "advantage").index(column)] = garbage
+    for dtype in (torch.float32, torch.float64):
+        loss, slopes = loss_and_gradient(dirty, 2, dtype, **DEFAULTS)
+        assert (loss, slopes) == loss_and_gradient(clean, 2, dtype, **DEFAULTS)
+        assert math.isfinite(loss) and slopes[1] == 0
+
+
+@pytest.mark.parametrize("normalizer", [0, 7])
+def test_batch_without_a_sampled_token_gives_a_finite_zero(normalizer):
+    loss, slopes = loss_and_gradient([(math.nan, -1.0, 1.0, 0), (-1.0, -1.0, 1.0, 0)], normalizer, torch.float32, **DEFAULTS)
+    assert loss == 0 and slopes == [0, 0]
+
+
+@pytest.mark.parametrize("difference", [-1e4, -200.0, -85.0, 85.0, 200.0, 1e4])
+@pytest.mark.parametrize("advantage", [-3.0, 3.0])
+def test_ratio_beyond_floating_point_gives_finite_loss_and_gradient(difference, advantage):
+    tokens = [(min(difference, 0.0), min(-difference, 0.0), advantage, 1), (-1.0, -1.0, 1.0, 1)]
+    loss, slopes = loss_and_gradient(tokens, 2, torch.float32, **DEFAULTS)
+    far = (3.0 if advantage > 0 else 50.0) if difference > 0 else (0.0 if advantage > 0 else 0.4)
+    assert loss == pytest.approx(-(far * advantage + 1) / 2)
+    assert slopes == pytest.approx([0.0, -0.5])
+
+
+def test_cut_into_micro_batches_sums_to_the_whole():
+    rng = np.random.default_rng(0)
+    tokens = [(*-rng.exponential(2, 2), rng.normal(), int(rng.integers(0, 2))) for _ in range(64)]
+    whole, gradient = loss_and_gradient(tokens, 30, **DEFAULTS)
+    for size in (1, 7, 32):
+        parts = [loss_and_gradient(tokens[i : i + size], 30, **DEFAULTS) for i in range(0, 64, size)]
+        assert sum(loss for loss, _ in parts) == pytest.approx(whole, abs=1e-12)
+        assert [g for _, slopes in parts for g in slopes] == pytest.approx(gradient, abs=1e-15)
+
+
+# ----------------------------------------------------------------------------------------------------------- advantages
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=64))
+def test_advantages_equal_the_loops(rewards):
+    std = statistics.pstdev(rewards)
+    assume(std > 1e-3)
+    mean = statistics.fmean(rewards)
+    expected = [(r - mean) / std for r in rewards]
+    assert train.group_advantages(torch.tensor(rewards, dtype=torch.float64)).tolist() == pytest.approx(expected, abs=1e-8)
+    assert train.group_advantages(torch.tensor(rewards)).tolist() == pytest.approx(expected, abs=0.05)
+
+
+@given(st.floats(-1e4, 1e4, width=32), st.integers(2, 128), st.sampled_from([torch.float32, torch.float64]))
+def test_group_without_variance_has_zero_advantages(reward, size, dtype):
+    assert train.group_advantages(torch.full((size,), reward, dtype=dtype)).tolist() == [0.0] * size
+
+
+def test_rounding_noise_is_no_variance():
+    noise = [0.1 + 0.2, 0.3, 0.3 + 1e-12]
+    assert train.group_advantages(torch.tensor(noise, dtype=torch.float64)).tolist() == [0, 0, 0]
+
+
+def test_advantages_of_the_report_example():
+    advantages = train.group_advantages(torch.tensor([1.0, 0, 0, 0]))
+    assert advantages.tolist() == pytest.approx([math.sqrt(3)] + [-1 / math.sqrt(3)] * 3)
+    assert advantages.dtype == torch.float32
+
+
+# ---------------------------------------------------------------------------------------------------------- controller
+
+
+@pytest.mark.parametrize(
+    "k, entropy, expected",
+    [
+        (0.0, 0.2, 0.25),  # too low: widen
+        (1.0, 0.4, 0.75),  # too high: narrow
+        (1.0, 0.3, 1.0),  # on target: stay
+        (0.1, 0.4, 0.0),  # never below 0
+        (2.4, 0.2, 2.5),  # never above k_max
+        (0.0, 0.4, 0.0),
+        (2.5, 0.2, 2.5),
+    ],
+)
+def test_clip_controller(k, entropy, expected):
+    assert train.next_clip_k(k, entropy, target=0.3, delta=0.25, k_max=2.5) == pytest.approx(expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 200))
+def test_packing_places_every_sequence_once_and_overfills_no_row(lengths, capacity):
+    rows = train.pack(lengths, capacity)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    fills = [sum(lengths[i] for i in row) for row in rows]
+    assert all(0 < fill <= capacity for fill in fills)
+    # first fit never leaves two rows that would go into one
+    assert all(a + b > capacity for i, a in enumerate(fills) for b in fills[:i])
+
+
+def test_sequence_that_no_row_can_hold_is_an_error():
+    with pytest.raises(ValueError, match="51 tokens"):
+        train.pack([10, 51], 50)
+
+
+EOS = PAD = 1
+
+
+def sequence(prompt, response, **options):
+    r = tiny.rollout(np.random.default_rng(0), len(prompt), len(response), **options)
+    r.tokens = np.array(prompt + response, dtype=np.int32)
+    return r
+
+
+def test_masks_come_from_lengths_not_from_token_ids():
+    """The end-of-sequence token is learned although it is the pad token, and so is one in mid-response; a pad token in a
+    prompt is not."""
+    finished, truncated = sequence([PAD, 7], [8, EOS]), sequence([9, EOS], [EOS, 5, 6], finish="length")
+    row = train.make_row([finished, truncated], [1.0, -1.0])
+    assert row.tokens.tolist() == [PAD, 7, 8, EOS, 9, EOS, EOS, 5, 6]
+    assert row.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert row.targets.tolist() == [8, EOS, EOS, 5, 6]
+    assert row.predictors.tolist() == [1, 2, 5, 6, 7]
+    assert row.advantages.tolist() == [1, 1, -1, -1, -1]
+    assert row.behaviour_logp.tolist() == [*finished.behaviour_logp[2:], *truncated.behaviour_logp[2:]]
+
+
+def test_tokens_of_a_tool_in_mid_response_are_read_and_not_learned():
+    r = sequence([5], [6, 7, 8, 9])
+    r.mask[:] = [0, 1, 0, 0, 1]
+    row = train.make_row([r], [1.0])
+    assert row.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert row.targets.tolist() == [6, 9] and row.predictors.tolist() == [0, 3]
+
+
+def test_sampled_first_token_is_an_error():
+    r = sequence([5], [6])
+    r.mask[0] = 1
+    with pytest.raises(ValueError, match="first token"):
+        train.make_row([r], [1.0])
+
+
+def test_kept_ids_stay_with_their_tokens():
+    a, b = sequence([1], [2, 3]), sequence([1], [4])
+    a.kept_counts, a.kept_ids = np.array([0, 1, 1], np.uint16), np.array([2, 3], np.int32)
+    b.kept_counts, b.kept_ids = np.array([0, 3], np.uint16), np.array([4, 8, 9], np.int32)
+    assert train.make_row([a, b], [1.0, 1.0]).kept.tolist() == [[2, -1, -1], [3, -1, -1], [4, 8, 9]]
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_batches_share_out_every_sequence_once(trainers, groups):
+    rng = np.random.default_rng(groups)
+    made = [tiny.group(rng, t, size=4, response=int(rng.integers(1, 30)), version=t) for t in range(groups)]
+    batches = train.make_batches(made, trainers, capacity=40, version=7)
+    assert len(batches) == trainers
+    assert len({len(b.rows) for b in batches}) == 1, "FSDP's collectives need the same number of rows on every rank"
+    assert all(len(row.tokens) <= 40 for b in batches for row in b.rows)
+    sampled = sum(int(r.mask.sum()) for g in made for r in g.rollouts)
+    assert {b.normalizer for b in batches} == {sampled} and {b.version for b in batches} == {7}
+
+    expected = []  # (token, behaviour logprob, advantage, version) of every sampled token
+    for g in made:
+        for r, advantage in zip(g.rollouts, [-1.0, 1.0, -1.0, 1.0]):
+            at = r.mask == 1
+            expected += zip(r.tokens[at], r.behaviour_logp[at], [advantage] * at.sum(), r.versions[at])
+    dealt = []
+    for row in (row for b in batches for row in b.rows):
+        assert (row.tokens[row.predictors + 1] == row.targets).all()
+        columns = (row.targets, row.behaviour_logp, row.advantages.round(decimals=6), row.versions)
+        dealt += zip(*(c.tolist() for c in columns))
+    assert sorted(dealt) == sorted((int(t), float(b), a, int(v)) for t, b, a, v in expected)
+
+
+def test_tokens_are_balanced_over_ranks():
+    rng = np.random.default_rng(3)
+    made = [tiny.group(rng, t, size=8, response=int(rng.integers(5, 60))) for t in range(8)]
+    loads = [sum(len(row.tokens) for row in b.rows) for b in train.make_batches(made, 2, capacity=64, version=0)]
+    assert max(loads) - min(loads) <= 64
