@@ -11,6 +11,8 @@ A checkpoint is written under another name and renamed when it is whole, so that
 previous one usable. Rollouts that were under way are not saved: their tickets are, and a resumed run does them again.
 """
 
+import copy
+import glob
 import json
 import os
 import re
@@ -72,7 +74,8 @@ def save(
     final = os.path.join(folder, f"step_{progress.step}")
     partial = final + ".partial"
     if ranks.is_first:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left_by_a_kill in glob.glob(os.path.join(glob.escape(folder), "step_*.partial")):
+            shutil.rmtree(left_by_a_kill)
         os.makedirs(partial)
     dist.barrier(ranks.learners)
     model, optim = get_state_dict(policy, optimizer)
@@ -110,6 +113,8 @@ def load(run_dir: str, policy: torch.nn.Module, optimizer: torch.optim.Optimizer
         process_group=ranks.learners,
     )
     set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=optim)
+    if step == 0:  # get_state_dict fills in a fresh optimiser's state by a step of zeros: it must not count as one
+        optimizer.state.clear()
     own = os.path.join(folder, f"rng_{ranks.role.rank}.pt")
     if os.path.exists(own):  # a rank that the saved run did not have starts with fresh generators
         restore_generators(torch.load(own), ranks)
@@ -166,7 +171,9 @@ def export_hf(
         os.path.join(path, "model.safetensors.index.json"),
         json.dumps({"metadata": {"total_size": total}, "weight_map": index}).encode(),
     )
-    lm.config.save_pretrained(path)
+    described = copy.deepcopy(lm.config)
+    described.dtype = getattr(torch, dtype)  # the learner's own masters are float32
+    described.save_pretrained(path)
     if lm.can_generate():
         lm.generation_config.save_pretrained(path)
     tokenizer.save_pretrained(path)

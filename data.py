@@ -61,8 +61,8 @@ def countdown_problem(rng: random.Random, terms: int = 4, largest: int = 50) -> 
         a, b = max(a, b), min(a, b)
         values.append(rng.choice([a + b, a * b] + [a - b] * (a > b) + [a // b] * (a % b == 0)))
     question = (
-        f"Reach {values[0]} with the numbers {', '.join(map(str, numbers))}: write one expression that uses each of them "
-        "exactly once, with + - * / and brackets."
+        f"Reach {values[0]} with the numbers {', '.join(map(str, numbers))}: write one expression that uses each of "
+        "them exactly once, with + - * / and brackets."
     )
     return question, {"numbers": numbers, "target": values[0]}
 
@@ -81,7 +81,9 @@ def is_held_out(question: str) -> bool:
 class Generated:
     """An endless source. `make(rng)` gives a (question, answer); its problems split into training and held out."""
 
-    def __init__(self, label: str, name: str, make: Callable, row: Callable[..., Row], fits: Callable[[Row], bool], seed: int):
+    def __init__(
+        self, label: str, name: str, make: Callable, row: Callable[..., Row], fits: Callable[[Row], bool], seed: int
+    ):
         self.label, self.name, self.make, self.new_row, self.fits, self.seed = label, name, make, row, fits, seed
         self.skipped = 0
         self.draw(0, held_out=False)  # bad options show here
@@ -179,11 +181,13 @@ class Mixture:
         return self.sources[source].draw(block * self.counts[source] + before, self.held_out)
 
     def eval_rows(self, n: int) -> list[Row]:
-        """n rows for evaluation, spread over the sources by weight, always the same; fewer where a source has no more."""
-        return [row for source, k in zip(self.sources, shares(self.weights, n)) for row in source.eval_rows(k)]
+        """n rows for evaluation, spread over the sources by weight, always the same; fewer where one has no more."""
+        return [
+            row for source, k in zip(self.sources, shares(self.weights, n), strict=True) for row in source.eval_rows(k)
+        ]
 
 
-# ---------------------------------------------------------------------------------------------------- opening a source
+# ----------------------------------------------------------------------------------------------------- opening a source
 
 
 def open_sources(
@@ -264,7 +268,9 @@ def open_source(source: Source, label: str, name: str, fits: Callable[[Row], boo
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
     nearest = difflib.get_close_matches(name, known, n=1)
-    return f"there is no {what} {name!r}; " + (f"did you mean {nearest[0]}?" if nearest else f"one of {', '.join(known)}")
+    return f"there is no {what} {name!r}; " + (
+        f"did you mean {nearest[0]}?" if nearest else f"one of {', '.join(known)}"
+    )
 
 
 def open_generator(source: Source, label: str) -> tuple[Callable, str]:
@@ -292,11 +298,13 @@ def open_reasoning_gym(source: Source, label: str, seed: int) -> tuple[Callable,
     if task not in DATASETS:
         raise ConfigError(f"{label}: {unknown('reasoning-gym task', task, sorted(DATASETS))}")
     if task == "game_of_life_halting":
-        raise ConfigError(f"{label}: reasoning-gym's scorer of {task} gives full marks to any text; choose another task")
+        raise ConfigError(
+            f"{label}: reasoning-gym's scorer of {task} gives full marks to any text; choose another task"
+        )
     if task in HASH_SEEDED and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ConfigError(
-            f"{label}: the problems of {task} depend on Python's hash seed, so ranks would disagree: start the run with "
-            "PYTHONHASHSEED=0 in the environment"
+            f"{label}: the problems of {task} depend on Python's hash seed, so ranks would disagree: start the run "
+            "with PYTHONHASHSEED=0 in the environment"
         )
     args = {"size": SMALLER.get(task, 100_000), **source.args}
     try:

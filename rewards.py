@@ -1,9 +1,10 @@
 """Graders, and how their parts make one reward.
 
-A grader is a function (response text, reference answer) -> score in 0..1 with one entry in GRADERS. The text is hostile:
-it comes from a policy that is paid for whatever scores. So no grader evaluates it as code, except `code`, which runs it
-in a sandbox without network. Graders that could hang or grow on bad text (symbolic maths, regular expressions, other
-people's scorers) run in worker processes with a deadline; the rest are linear in the text and run where they are called.
+A grader is a function (response text, reference answer) -> score in 0..1 with one entry in GRADERS. The text is
+hostile: it comes from a policy that is paid for whatever scores. So no grader evaluates it as code, except `code`,
+which runs it in a sandbox without network. Graders that could hang or grow on bad text (symbolic maths, regular
+expressions, other people's scorers) run in worker processes with a deadline; the rest are linear in the text and run
+where they are called.
 
 To add a grader: write the function, add its entry to GRADERS, name it in the config (`data.train[0].grader`).
 
@@ -51,7 +52,7 @@ class GraderError(Exception):
     """A grader returned something that is no score: a bug in the grader, so the run stops."""
 
 
-# ------------------------------------------------------------------------------------------------------ the one reward
+# ------------------------------------------------------------------------------------------------------- the one reward
 
 
 def shape(
@@ -65,9 +66,10 @@ def shape(
     alpha: float,
     w_len: float,
 ) -> float:
-    """R = R_task + w_lang * max(1 - alpha * n, 0) - w_len * pass_rate * |y| / l_max  (MAI-Thinking-1 report, section 3).
+    """R = R_task + w_lang * max(1 - alpha * n, 0) - w_len * pass_rate * |y| / l_max  (MAI-Thinking-1 report, 3).
 
-    `foreign_words` is n, `length` and `max_length` are in tokens, `pass_rate` is the group's: hard problems may be long.
+    `foreign_words` is n, `length` and `max_length` are in tokens, `pass_rate` is the group's: hard problems may be
+    long.
     """
     return task + w_lang * max(1 - alpha * foreign_words, 0.0) - w_len * pass_rate * length / max_length
 
@@ -147,19 +149,20 @@ def gsm8k_answer(answer: Any) -> Fraction:
 
 
 def grade_gsm8k(response: str, answer: Any) -> float:
-    """The number after the response's last "####", or else its last number, equals the one after the answer's "####"."""
+    """The number after the response's last "####", or else its last one, equals the one after the answer's "####"."""
     _, marker, final = response[-TAIL:].rpartition("####")
     return number_equals(NUMBER.findall(final), 0 if marker else -1, gsm8k_answer(answer))
 
 
 CHOICE = re.compile(
-    r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\b|(?i:\banswer(?: choice| option)?\b[\s:*]*(?:is\b[\s:*]*)?)\(?([A-J])(?![\w'])"
+    r"\\boxed\{\s*(?:\\text\{)?\(?([A-J])\b"
+    r"|(?i:\banswer(?: choice| option)?\b[\s:*]*(?:is\b[\s:*]*)?)\(?([A-J])(?![\w'])"
 )
 ONLY_CHOICE = re.compile(r"\W*([A-J])\W*")
 
 
 def grade_choice(response: str, answer: str) -> float:
-    """Multiple choice, A to J: the last "answer is X" or boxed X, or else a last line that is nothing but the letter."""
+    """Multiple choice, A to J: the last "answer is X" or boxed X, or a last line that is nothing but the letter."""
     response = response[-TAIL:].strip()
     found = [a or b for a, b in CHOICE.findall(response)]
     last_line = ONLY_CHOICE.fullmatch(response.rpartition("\n")[2])
@@ -176,7 +179,7 @@ MAX_DEPTH = 50  # nested brackets
 
 
 def final_expression(response: str) -> str:
-    """The last arithmetic expression of the last <answer>...</answer> or \\boxed{...}, or else of the whole response."""
+    """The last arithmetic expression of the last <answer>...</answer> or \\boxed{...}, or of the whole response."""
     text = response[-TAIL:]
     for opening, closing in (("<answer>", "</answer>"), ("\\boxed{", "}")):
         if opening in text:
@@ -238,11 +241,11 @@ def grade_countdown(response: str, numbers: list[int], target: int) -> float:
     return float(value == target and sorted(used) == sorted(numbers))
 
 
-# ----------------------------------------------------------------------- graders that a bad text can hang: in a worker
+# ------------------------------------------------------------------------ graders that a bad text can hang: in a worker
 
 
 def math_in_worker(response: str, answer: str) -> float:
-    """Symbolic equality of the response's final answer with the reference, by math-verify (which takes the gold first)."""
+    """Symbolic equality of the response's final answer with the reference, by math-verify (gold first)."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns about every call without its signal-based timeout
@@ -259,8 +262,8 @@ def math_in_worker(response: str, answer: str) -> float:
 def format_in_worker(response: str, answer: str | dict) -> float:
     """The response matches a regular expression as a whole (`.` also matches newlines).
 
-    `answer` is the pattern, or {"pattern": ..., "prefix": ...}, where the prefix is text that the chat template has already
-    written for the model, such as an opening tag: the pattern then sees prefix + response.
+    `answer` is the pattern, or {"pattern": ..., "prefix": ...}, where the prefix is text that the chat template has
+    already written for the model, such as an opening tag: the pattern then sees prefix + response.
     """
     answer = {"pattern": answer} if isinstance(answer, str) else answer
     return float(re.fullmatch(answer["pattern"], answer.get("prefix", "") + response.strip(), re.DOTALL) is not None)
@@ -294,8 +297,9 @@ def reasoning_gym_task(task: str, seed: int, args: str):
 def reasoning_gym_in_worker(response: str, answer: dict) -> float:
     """1.0 where the task's own scorer gives full marks, or else 0.0: many scorers pay a little for any text at all.
 
-    The text between the last <answer> tags is scored, or the whole response where there are none. `answer` says how to make
-    the problem again (many hold objects that JSON does not keep): {"task", "seed", "args", "index", "question_crc"}.
+    The text between the last <answer> tags is scored, or the whole response where there are none. `answer` says how to
+    make the problem again (many hold objects that JSON does not keep): {"task", "seed", "args", "index",
+    "question_crc"}.
     """
     task = answer["task"]
     dataset = reasoning_gym_task(task, answer["seed"], json.dumps(answer["args"], sort_keys=True))
@@ -311,7 +315,7 @@ def reasoning_gym_in_worker(response: str, answer: dict) -> float:
     return float(dataset.score_answer(text, entry) >= 1.0 - 1e-9)
 
 
-# ------------------------------------------------------------------------------------------------ code: run in a sandbox
+# ----------------------------------------------------------------------------------------------- code: run in a sandbox
 
 
 def final_code(response: str) -> str:
@@ -439,7 +443,7 @@ def checked(score: Any, name: str, row_id: str) -> float:
     return value
 
 
-# ------------------------------------------------------------------------------------------------------ worker processes
+# ----------------------------------------------------------------------------------------------------- worker processes
 
 
 READY = b"ready"  # the worker has what the grader needs: its deadline starts
@@ -449,8 +453,17 @@ class WorkerLost(Exception):
     """The worker hung or died with this item; the text says which."""
 
 
+def load(name: str) -> None:
+    """Imports what a grader needs. Raises GraderError: that is no fault of the text, so nothing may be scored 0.0."""
+    for module in GRADERS[name].imports:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise GraderError(f"grader {name}: cannot import {module}: {error}") from error
+
+
 def work(channel: Connection, parent: int) -> None:
-    """Main loop of a worker process. Ends when its parent is gone.
+    """Main loop of a worker process. Ends, or raises EOFError or ConnectionError, when its parent is gone.
 
     A grade that hangs is killed by the parent; were the parent gone, the kernel's timer would kill it.
     """
@@ -460,14 +473,10 @@ def work(channel: Connection, parent: int) -> None:
         while not channel.poll(5.0):
             if os.getppid() != parent:
                 return
-        try:
-            job = json.loads(channel.recv_bytes())
-        except EOFError:
-            return
+        job = json.loads(channel.recv_bytes())
         grader = GRADERS[job["grader"]]
         try:
-            for module in grader.imports:
-                importlib.import_module(module)
+            load(job["grader"])
             channel.send_bytes(READY)
             signal.setitimer(signal.ITIMER_REAL, job["timeout_s"] + 1)
             reply = {"score": checked(grader.score(job["text"], job["answer"]), job["grader"], job["row"])}
@@ -496,7 +505,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
-                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
             )
         self.channel = Connection(ours.detach())
 
@@ -507,15 +516,24 @@ class Worker:
 
     def grade(self, grader: str, text: str, answer: Any, timeout_s: float, row_id: str) -> tuple[float, str | None]:
         """(score, why grading failed or None). Raises GraderError."""
-        with self.lock:
-            if self.closed:
-                return 0.0, "the graders were closed"
-            if self.process is None:
-                self.start()
         job = {"grader": grader, "text": text, "answer": answer, "timeout_s": timeout_s, "row": row_id}
+        for last_try in (False, True):  # an idle worker may have been killed, by the kernel when memory ran out
+            with self.lock:
+                if self.closed:
+                    return 0.0, "the graders were closed"
+                if self.process is None:
+                    self.start()
+            try:
+                self.channel.send_bytes(json.dumps(job).encode())
+                first = self.receive(START_S, "starting")
+                break
+            except (WorkerLost, EOFError, OSError) as error:
+                self.kill()
+                if last_try and not self.closed:
+                    raise GraderError(f"grader {grader}: its worker process does not start: {error!r}") from error
+        else:
+            return 0.0, "the graders were closed"
         try:
-            self.channel.send_bytes(json.dumps(job).encode())
-            first = self.receive(START_S, "starting the worker")
             reply = json.loads(self.receive(timeout_s, "grading") if first == READY else first)
         except (WorkerLost, EOFError, OSError) as error:
             self.kill()
@@ -573,8 +591,9 @@ class GraderPool:
                 score, failure = 0.0, f"{type(error).__name__}: {str(error)[:200]}"
         if failure:
             self.failures[row.grader] += 1
-            if self.failures[row.grader] in (1, 10, 100, 1000):
-                log.warning("grader %s failed (%d so far): row %s: %s", row.grader, self.failures[row.grader], row.prompt_id, failure)
+            n = self.failures[row.grader]
+            if n in (1, 10, 100, 1000):
+                log.warning("grader %s failed (%d so far): row %s: %s", row.grader, n, row.prompt_id, failure)
         return score, failure
 
     def score_in_worker(self, row: Any, text: str) -> tuple[float, str | None]:
@@ -602,7 +621,7 @@ def grade_alone(grader: str, response: str, answer: Any, timeout_s: float) -> fl
 
 
 def grade_math(response: str, answer: str, timeout_s: float = 5.0) -> float:
-    """1.0 if the response's final answer equals the reference symbolically, or else 0.0; also where that takes too long.
+    """1.0 if the response's final answer equals the reference symbolically, 0.0 if not or if that takes too long.
 
     Never raises, on any thread: the work is done in a worker process that is killed at the deadline.
     """
@@ -615,4 +634,7 @@ def grade_format(response: str, pattern: str | dict, timeout_s: float = 5.0) -> 
 
 
 if __name__ == "__main__":
-    work(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    try:
+        work(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    except (EOFError, ConnectionError):
+        pass  # the parent is gone

@@ -416,6 +416,8 @@ class Prompts:
     model_path: str
     vocab_size: int  # of the model: at least as large as the tokenizer's
     stop_ids: list[int]
+    skipped: int  # prompts of local data that were left out because they are longer than `room`
+    room: int  # tokens of the longest prompt that leaves room for a response
 
     def ids(self, row: data.Row) -> list[int]:
         return data.render(row.prompt, self.tokenizer, self.template)
@@ -434,6 +436,8 @@ def open_prompts(config: Config) -> Prompts:
     except (OSError, ValueError) as error:
         what = "has no usable config.json and tokenizer" if os.path.isdir(path) else "is no directory and no hub model"
         raise ConfigError(f"model.path: {path} {what} ({str(error).splitlines()[0][:200]})") from error
+    if not tokenizer.encode("0", add_special_tokens=False):  # transformers makes an empty one up where there is none
+        raise ConfigError(f"model.path: {path} has no tokenizer, or one that does not know the digit 0")
     try:
         eos = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
@@ -452,9 +456,19 @@ def open_prompts(config: Config) -> Prompts:
         return len(data.render(row.prompt, tokenizer, config.model.template)) <= room
 
     train = data.open_sources(config.data.train, config.run.seed, "train", fits)
-    held_out = data.open_sources(config.data.eval, config.run.seed, "eval", fits).eval_rows(config.eval.prompts)
-    stop_ids = [eos] if isinstance(eos, int) else list(eos)
-    return Prompts(train, held_out, tokenizer, config.model.template, path, model_config.vocab_size, stop_ids)
+    evaluation = data.open_sources(config.data.eval, config.run.seed, "eval", fits)
+    held_out = evaluation.eval_rows(config.eval.prompts)
+    return Prompts(
+        train,
+        held_out,
+        tokenizer,
+        config.model.template,
+        path,
+        vocab_size=model_config.vocab_size,
+        stop_ids=[eos] if isinstance(eos, int) else list(eos),
+        skipped=train.skipped + evaluation.skipped,
+        room=room,
+    )
 
 
 class EngineRank:

@@ -1,9 +1,9 @@
 """Runs one program that nobody trusts: a Python program that a policy wrote.
 
-bubblewrap gives it namespaces of its own (no network, no other process in sight), no file but Python's own, an empty home
-and /tmp in memory, and no capabilities; a seccomp filter refuses new processes; limits bound its time, memory, files and
-output. Works as root and as an ordinary user, wherever user namespaces are allowed; where they are not, `check` says so
-and nothing is ever run without them.
+bubblewrap gives it namespaces of its own (no network, no other process in sight), no file but Python's own, an empty
+home and /tmp in memory, and no capabilities; a seccomp filter refuses new processes; limits bound its time, memory,
+files and output. Works as root and as an ordinary user, wherever user namespaces are allowed; where they are not,
+`check` says so, and nothing is ever run without them.
 """
 
 import errno
@@ -22,8 +22,8 @@ OUTPUT_BYTES = 4 << 20  # bytes that a program may print, or write to one file
 FILES_BYTES = 16 << 20  # bytes of each of its two private file systems, /tmp and /work
 
 # Runs inside the sandbox. Tests are read after the program has run, from a descriptor of their own, so a program that
-# reads its standard input or exits early passes nothing. One that rewires the interpreter could: such tests have to live in
-# its process. Cases of stdin and stdout are compared outside and have no such gap.
+# reads its standard input or exits early passes nothing. One that rewires the interpreter could: such tests have to
+# live in its process. Cases of stdin and stdout are compared outside and have no such gap.
 HARNESS = """
 import json, os, resource, sys
 program, kind, seconds, memory, size = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
@@ -44,7 +44,7 @@ else:
 
 
 def no_new_processes() -> bytes:
-    """A seccomp filter that refuses fork, so that the memory limit of one process is that of all. Threads are allowed."""
+    """A seccomp filter that refuses fork, so that the memory limit of one process is that of all; threads are fine."""
     arch, clone, clone3, forks = {
         "x86_64": (0xC000003E, 56, 435, (57, 58)),
         "aarch64": (0xC00000B7, 220, 435, ()),
@@ -63,9 +63,9 @@ def no_new_processes() -> bytes:
 def run(program: str, kind: str, stdin: str, seconds: float, memory: int) -> tuple[int, str]:
     """(exit status, standard output) of a Python program of at most PROGRAM_BYTES.
 
-    kind "stdin": `stdin` is its standard input. kind "tests": `stdin` is JSON [tests, token]; the tests, Python source, run
-    in the program's namespace after it, and `token` is printed on a line of its own once they are through.
-    `memory` is in bytes. Raises subprocess.TimeoutExpired after `seconds`, when everything inside has been killed.
+    kind "stdin": `stdin` is its standard input. kind "tests": `stdin` is JSON [tests, token]; the tests, Python source,
+    run in the program's namespace after it, and `token` is printed on a line of its own once they are through.
+    `memory` is in bytes. Raises subprocess.TimeoutExpired after `seconds`; everything inside is killed.
     """
     root = ["--size", str(FILES_BYTES), "--tmpfs", "/tmp", "--size", str(FILES_BYTES), "--tmpfs", "/work"]
     for path in dict.fromkeys(["/usr", "/bin", "/lib", "/lib64", sys.base_prefix, sys.prefix]):
@@ -77,11 +77,12 @@ def run(program: str, kind: str, stdin: str, seconds: float, memory: int) -> tup
     os.write(filter_fd, no_new_processes())
     os.lseek(filter_fd, 0, os.SEEK_SET)
     command = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
-    command += ["--die-with-parent", "--new-session", "--clearenv", "--setenv", "HOME", "/work", *root, "--dev", "/dev"]
-    command += ["--chdir", "/work", "--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(filter_fd)]
+    command += ["--die-with-parent", "--new-session", "--clearenv", *root, "--dev", "/dev", "--chdir", "/work"]
+    command += ["--setenv", "HOME", "/work", "--setenv", "OPENBLAS_NUM_THREADS", "1"]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(filter_fd)]
     command += [sys.executable, "-I", "-c", HARNESS, program, kind]
     command += [str(math.ceil(seconds)), str(memory), str(OUTPUT_BYTES)]
-    with open(os.memfd_create("output"), "w+b") as output:  # a file, not a pipe: the limit on file size then holds for it
+    with open(os.memfd_create("output"), "w+b") as output:  # a file and no pipe: its size is limited as any file's
         try:
             done = subprocess.run(
                 command,
@@ -106,5 +107,6 @@ def check() -> None:
     status, output = run("print(6 * 7)", "stdin", "", seconds=60.0, memory=512 << 20)
     if (status, output) != (0, "42\n"):
         raise ConfigError(
-            "bubblewrap cannot make a sandbox here: allow user namespaces (in a container: --security-opt seccomp=unconfined)"
+            "bubblewrap cannot make a sandbox here: allow user namespaces (in a container: "
+            "--security-opt seccomp=unconfined)"
         )

@@ -124,7 +124,6 @@ def decode(query, k_cache, v_cache, req_to_token, req_rows, seq_lens, scale, out
     scale: factor on the scores, None for dim ** -0.5. window: keys seen before the own one, None for all.
     """
     first_keys = torch.zeros_like(seq_lens) if window is None else (seq_lens - 1 - window).clamp_min(0)
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     decode_loop()(
         query.contiguous().numpy(), k_cache.numpy(), v_cache.numpy(), req_to_token.numpy(), req_rows.long().numpy(),
         first_keys.long().numpy(), seq_lens.long().numpy(), query.shape[2] ** -0.5 if scale is None else scale,
@@ -135,16 +134,20 @@ def decode(query, k_cache, v_cache, req_to_token, req_rows, seq_lens, scale, out
 
 @functools.cache
 def decode_loop():
-    """The compiled loop of `decode`. Takes seconds the first time on a machine; the result is cached on disk."""
+    """The compiled loop of `decode`. Takes seconds the first time; the result is cached in __pycache__.
+
+    On one thread on purpose: numba's threads wait by yielding, and where the learner wants the same cores every layer
+    then waits for a time slice (measured: 100 ms a layer).
+    """
     signature = "void(f4[:,:,::1], f4[:,:,::1], f4[:,:,::1], i4[:,::1], i8[::1], i8[::1], i8[::1], f8, f4[:,:,::1])"
-    return numba.njit(signature, parallel=True, fastmath={"reassoc", "contract", "arcp"}, cache=True)(_decode_loop)
+    return numba.njit(signature, fastmath={"reassoc", "contract", "arcp"}, cache=True)(_decode_loop)
 
 
 def _decode_loop(query, k_cache, v_cache, req_to_token, req_rows, first_keys, seq_lens, scale, out):
     requests, heads, dim = query.shape
     kv_heads, value_dim = k_cache.shape[1], v_cache.shape[2]
     group = heads // kv_heads
-    for r in numba.prange(requests):
+    for r in range(requests):
         slots = req_to_token[req_rows[r], first_keys[r] : seq_lens[r]]
         weights = np.empty((group, len(slots)), np.float32)
         for kv_head in range(kv_heads):

@@ -238,6 +238,8 @@ class Rollout(msgspec.Struct):
         sampled = self.mask == 1
         if len(lengths) != 1 or not sampled.any():
             raise ValueError(f"rollout with parts of lengths {sorted(lengths)} and {int(sampled.sum())} sampled tokens")
+        if sampled[0] or self.mask.max() > 1:
+            raise ValueError(f"rollout whose mask is no prompt of 0 and samples of 1: {self.mask[:20]}")
         if self.tokens.min() < 0 or self.tokens.max() >= vocab_size:
             raise ValueError(f"rollout with token ids {self.tokens.min()}..{self.tokens.max()}, vocabulary {vocab_size}")
         logp = self.behaviour_logp[sampled]
@@ -247,10 +249,18 @@ class Rollout(msgspec.Struct):
             raise ValueError("rollout with a sampled token of unknown version")
         if not np.isfinite([self.task, self.reward]).all():
             raise ValueError(f"rollout with task score {self.task} and reward {self.reward}")
-        if self.kept_counts is not None:
-            counts = self.kept_counts[sampled]
-            if len(self.kept_counts) != len(self.tokens) or counts.min() < 1 or counts.sum() != len(self.kept_ids):
-                raise ValueError("rollout whose kept ids do not cover its sampled tokens")
+        if self.kept_counts is None and self.kept_ids is None:
+            return
+        if self.kept_counts is None or self.kept_ids is None or len(self.kept_counts) != len(self.tokens):
+            raise ValueError("rollout with kept ids or their counts missing")
+        counts = self.kept_counts[sampled].astype(np.int64)
+        if counts.min() < 1 or counts.sum() != len(self.kept_ids):
+            raise ValueError("rollout whose kept ids do not cover its sampled tokens")
+        if self.kept_ids.min() < 0 or self.kept_ids.max() >= vocab_size:
+            raise ValueError(f"rollout with kept ids {self.kept_ids.min()}..{self.kept_ids.max()}, vocabulary {vocab_size}")
+        is_own = self.kept_ids == np.repeat(self.tokens[sampled], counts)
+        if not np.logical_or.reduceat(is_own, np.cumsum(counts) - counts).all():
+            raise ValueError("rollout with a sampled token that is not among its kept ids")
 
     @property
     def oldest_version(self) -> int:

@@ -435,6 +435,7 @@ class Learner:
         self.engines = {}  # index -> (its last totals, when they came)
         self.evals: dict[int, list[sync.EvalPart]] = {}
         self.eval_asked = -1  # step of the evaluation that is under way
+        self.hopeless = ""  # why waiting for another batch is in vain
 
     # -- waiting
 
@@ -457,21 +458,14 @@ class Learner:
                 self.engines[message.engine] = (message, time.monotonic())
 
     def wait_for(self, ready, what: str) -> bool:
-        """Receives until `ready()`; False where the run is asked to stop first."""
+        """Receives until `ready()`; False where the run is asked to stop first, or has nothing left to learn from."""
         deadline = time.monotonic() + self.config.faults.stall_after
         while not ready():
-            if rollout.stop_signals or self.state.read().stop_asked:
+            if rollout.stop_signals or self.state.read().stop_asked or self.hopeless:
                 return False
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {what} within faults.stall_after={self.config.faults.stall_after:g} s")
             self.receive(timeout=0.2)
-            if self.buffer.rejected_in_a_row >= self.config.rollout.max_rejected:
-                last = self.buffer.returned[-1]
-                raise NothingToLearn(
-                    f"{self.buffer.rejected_in_a_row} groups in a row were rejected (rollout.max_rejected), the last one "
-                    f"as {last.dropped} with task scores {[r.task for r in last.rollouts][:8]}: all prompts are solved, "
-                    "or none is"
-                )
         return True
 
     def next_batch(self) -> Optional[Batch]:
@@ -483,6 +477,13 @@ class Learner:
             def full():
                 self.receive(timeout=0)
                 self.buffer.drop_stale(self.version)
+                if self.buffer.rejected_in_a_row >= self.config.rollout.max_rejected:
+                    last = self.buffer.returned[-1]
+                    self.hopeless = (
+                        f"{self.buffer.rejected_in_a_row} groups in a row were rejected (rollout.max_rejected), the last "
+                        f"one as {last.dropped} with task scores {[r.task for r in last.rollouts][:8]}: all prompts are "
+                        "solved, or none is"
+                    )
                 return len(self.buffer.waiting) >= need
 
             if self.wait_for(full, "full batch"):
@@ -591,10 +592,12 @@ class Learner:
         if self.ranks.is_first:
             self.state.stop()
             self.log.close(finished)
+            if self.hopeless:
+                raise NothingToLearn(self.hopeless)
 
 
 class NothingToLearn(Exception):
-    """No group that is worth learning from has come for too long."""
+    """No group that is worth learning from has come for too long. The run has been saved."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- main
@@ -637,7 +640,12 @@ def prepare(config: Config) -> rollout.Prompts:
 
 
 # What may change when a run goes on in its directory.
-FREE = ("run.", "layout.", "sync.", "eval.", "engine.", "faults.", "wandb.", "dry_run", "train.steps", "rollout.max_concurrent")
+FREE = {
+    "run.name", "run.dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "layout", "sync", "eval", "engine",
+    "faults", "wandb", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
+    "train.logprob_chunk", "rollout.max_concurrent", "rollout.responses_per_request", "rollout.grader_workers",
+    "rollout.grader_timeout",
+}  # fmt: skip
 
 
 def check_run_dir(config: Config) -> None:
@@ -647,12 +655,12 @@ def check_run_dir(config: Config) -> None:
         return
     if config.run.resume == "never":
         raise ConfigError(f"run.dir: {config.run.dir} holds a run already and run.resume=never refuses to overwrite it")
-    for key, here in schema.flatten(config).items():
-        there = schema.flatten(schema.load(path, [])).get(key)
-        if here != there and not key.startswith(FREE):
+    here, there = schema.flatten(config), schema.flatten(schema.load(path, []))
+    for key in here | there:
+        if here.get(key) != there.get(key) and not FREE & {key, key.partition(".")[0]}:
             raise ConfigError(
-                f"run.dir: {config.run.dir} holds a run with {key}={there}, this one has {key}={here}; choose another "
-                f"run.dir, or set the same value"
+                f"run.dir: {config.run.dir} holds a run with {key}={there.get(key)}, this one has {key}={here.get(key)}; "
+                f"choose another run.dir, or set the same value"
             )
 
 
@@ -695,13 +703,17 @@ def main(argv: list[str]) -> int:
         return 0
     if not launched:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set and announce it; layout.threads decides
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.world_size}"]
-        os.execv(sys.executable, torchrun + [os.path.abspath(__file__)] + ([path] if path else []) + argv)
+        torchrun = os.path.join(os.path.dirname(sys.executable), "torchrun")
+        command = [torchrun, "--standalone", f"--nproc-per-node={config.world_size}", os.path.abspath(__file__)]
+        os.execv(torchrun, command + ([path] if path else []) + argv)
     if rank == 0:
         os.makedirs(os.path.join(config.run.dir, "logs"), exist_ok=True)
         with open(os.path.join(config.run.dir, "config.yaml"), "w") as f:
             f.write(schema.to_yaml(config))
         print_ranks(config)
+        if prompts.skipped:
+            print(f"{prompts.skipped} prompts of more than {prompts.room} tokens are skipped: with rollout.max_tokens they "
+                  "would not fit the context")
     transformers.logging.disable_progress_bar()
     rollout.parent_death_signal(signal.SIGKILL)  # torchrun's death: no rank outlives it
     arm_signals(config)

@@ -56,9 +56,28 @@ printf 'Metadata-Version: 2.1\nName: model-rocket-sglang-cpu\nVersion: 1\n' >"$p
 printf '[sglang.srt.platforms]\nmodel_rocket_cpu = sglang_cpu:activate\n' >"$package/entry_points.txt"
 printf 'sglang_cpu.py,,\n%s/METADATA,,\n%s/entry_points.txt,,\n%s/RECORD,,\n' \
     "${package##*/}" "${package##*/}" "${package##*/}" >"$package/RECORD"
-for script in torchrun:torch.distributed.run pytest:pytest; do
-    printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m %s "$@"\n' "${script#*:}" >"$thin/bin/${script%%:*}"
-    chmod +x "$thin/bin/${script%%:*}"
-done
+printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m pytest "$@"\n' >"$thin/bin/pytest"
+cat >"$thin/bin/torchrun" <<END
+#!$thin/bin/python
+"""torchrun, but a failed job has the exit code of the rank that failed first, and that rank's own words are the last."""
+import logging
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+try:
+    main()
+except ChildFailedError as error:
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        print(f"error: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+    sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+except SignalException as signal:
+    sys.exit(f"stopped: {signal}")
+END
+chmod +x "$thin/bin/pytest" "$thin/bin/torchrun"
 echo "$recipe" >"$thin/.complete"
 echo "$thin/bin/python"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Optional
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 DEFAULT = "configs/tiny_cpu.yaml"
 
@@ -267,20 +267,27 @@ def load(path: Optional[str], overrides: list[str]) -> Config:
     if not os.path.isfile(path):
         raise ConfigError(f"config file not found: {path}")
     for item in overrides:
-        if "=" not in item:
+        if item.find("=") < 1:
             raise ConfigError(f"argument {item!r} is neither a .yaml file nor key=value")
-    merged = OmegaConf.structured(Config)
     try:
-        layers = [OmegaConf.load(path), OmegaConf.from_dotlist(overrides)]
+        layers = [OmegaConf.load(path), *(OmegaConf.from_dotlist(["=" + item.partition("=")[2]]) for item in overrides)]
     except Exception as error:  # PyYAML and OmegaConf raise many unrelated types for text that does not parse
         raise ConfigError(f"{path} or an override is not valid YAML: {_one_line(error)}") from error
+    content, *values = (OmegaConf.to_container(layer, resolve=False) for layer in layers)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must hold sections of keys, not {content!r:.60}")
+    assignments = list(content.items()) + [(item.partition("=")[0], v[""]) for item, v in zip(overrides, values)]
+    merged = OmegaConf.structured(Config)
+    for key, value in assignments:
+        try:
+            OmegaConf.update(merged, str(key), value)
+        except (ConfigKeyError, ConfigAttributeError) as error:
+            raise ConfigError(_unknown_key(error, key)) from error
+        except (OmegaConfBaseException, TypeError) as error:
+            raise ConfigError(f"{getattr(error, 'full_key', None) or key}: {_one_line(error)}") from error
     try:
-        for layer in layers:
-            merged = OmegaConf.merge(merged, layer)
         config = OmegaConf.to_object(merged)
-    except ConfigKeyError as error:
-        raise ConfigError(_unknown_key(error)) from error
-    except OmegaConfBaseException as error:
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         raise ConfigError(f"{error.full_key}: {_one_line(error)}") from error
     check(config)
     return config
@@ -311,6 +318,9 @@ def check(config: Config) -> None:
         raise ConfigError(f"rollout.max_concurrent: must hold one group of {rollout.group_size}")
     if train.r_min >= 1 - train.eps:
         raise ConfigError(f"train.r_min: must be below 1 - train.eps = {1 - train.eps:g}, not {train.r_min:g}")
+    if train.r_max < 1 / (1 - train.eps) + train.k_max:
+        widest = 1 / (1 - train.eps) + train.k_max
+        raise ConfigError(f"train.r_max: must not be below 1/(1 - train.eps) + train.k_max = {widest:g}, not {train.r_max:g}")
     if not config.data.train or not config.data.eval:
         raise ConfigError("data.train and data.eval: each needs at least one source")
     for split in ("train", "eval"):
@@ -332,8 +342,10 @@ def to_json(config: Config) -> str:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """{"section.key": value}"""
+    """{"section.key": value}, with the sources of a list one by one: {"data.train[0].kind": "file"}"""
     sections = json.loads(to_json(config))
+    for split, sources in sections.pop("data").items():
+        sections |= {f"data.{split}[{i}]": source for i, source in enumerate(sources)}
     return {
         f"{section}.{name}": value
         for section, values in sections.items()
@@ -356,13 +368,12 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split("\n    full_key")[0].split())
 
 
-def _unknown_key(error: ConfigKeyError) -> str:
-    key = error.full_key or str(error.key)
-    section = key.rpartition(".")[0]
-    if "[" in key:  # inside a list of sources
-        valid = [f"{section}.{f.name}" for f in fields(Source)]
-    else:
-        valid = keys()
+def _unknown_key(error: ConfigKeyError | ConfigAttributeError, assigned: str) -> str:
+    key, valid = error.full_key, keys()
+    if error.object_type is Source:
+        if not key.startswith(assigned):  # OmegaConf checks the entries of a list before it knows where they belong
+            key = f"{assigned}[...].{key}"
+        valid = [f"{key.rpartition('.')[0]}.{f.name}" for f in fields(Source)]
     # the same name in another section is a likelier mistake than a similar name in this one
     moved = [k for k in valid if k.rpartition(".")[2] == key.rpartition(".")[2]]
     nearest = moved or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)

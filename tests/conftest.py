@@ -4,7 +4,6 @@ import asyncio
 import multiprocessing
 import os
 import socket
-import sys
 import threading
 from pathlib import Path
 
@@ -12,14 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # the scripts under test lie in the root, and a test file may be run from anywhere
-
 VOCAB = 112  # above the tokenizer's: sampled ids without text; below SGLang's padding to 128: rows that no one sends
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "engine: starts a real SGLang server (about a minute on two cores)")
 
 
 @pytest.fixture(scope="session")

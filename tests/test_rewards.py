@@ -30,6 +30,7 @@ REPO = Path(rewards.__file__).parent
 HAS_SANDBOX = shutil.which("bwrap") is not None
 needs_sandbox = pytest.mark.skipif(not HAS_SANDBOX, reason="bubblewrap is not installed")
 
+
 @dataclass
 class Row:
     grader: str
@@ -43,7 +44,9 @@ def gym_row(task, index=0):
 
     item = reasoning_gym.create_dataset(task, seed=1, size=100)[index]
     crc = zlib.crc32(item["question"].encode())
-    return Row("reasoning_gym", {"task": task, "seed": 1, "args": {"size": 100}, "index": index, "question_crc": crc}), item
+    return Row(
+        "reasoning_gym", {"task": task, "seed": 1, "args": {"size": 100}, "index": index, "question_crc": crc}
+    ), item
 
 
 def grade_all(pool, rows_and_texts):
@@ -99,47 +102,113 @@ GOLDEN = [
     ),
     ("number", "-1,234.50", ["-1234.5", "\u22121,234.50", "it is -1234.5."], ["1234.5", "7-1234.5", "-1234"]),
     ("number", "1/2", ["0.5", "1/2 = 0.5"], ["2", "0.50001"]),
-    ("gsm8k", GSM8K, ["#### 1024", "so\n#### 1,024 clips of 7", "about 1024"], ["", "1023", "1024 #### 7", "1024 ####"]),
+    (
+        "gsm8k",
+        GSM8K,
+        ["#### 1024", "so\n#### 1,024 clips of 7", "about 1024"],
+        ["", "1023", "1024 #### 7", "1024 ####"],
+    ),
     ("gsm8k", "#### 42", ["42"], ["4 2"]),
-    ("choice", "B", ["B", "(B)", "The answer is B.", "A is wrong. Answer: (B)", "\\boxed{B}", "hm\nB."], ["", "A", "b", "Because"]),
+    (
+        "choice",
+        "B",
+        ["B", "(B)", "The answer is B.", "A is wrong. Answer: (B)", "\\boxed{B}", "hm\nB."],
+        ["", "A", "b", "Because"],
+    ),
     ("choice", "A", ["The answer is A"], ["A dog ran", "answer: B\nI saw A dog"]),
     (
         "countdown",
         {"numbers": [1, 2, 3], "target": 9},
-        ["(1+2)*3", "So (1 + 2) * 3 = 9.", "<answer>3*(2+1)</answer>", "\\boxed{(1+2) \\times 3}", "3 \u00d7 (1 + 2)", "1+1 no\n(1+2)*3"],
-        ["", "9", "3*3", "1+2+3", "(1+2)*3+1-1", "(1+2)*3)", "(1+2)**3", "(1+2)(3)", "-(1+2)*-3", "<answer>9</answer> (1+2)*3"],
+        [
+            "(1+2)*3",
+            "So (1 + 2) * 3 = 9.",
+            "<answer>3*(2+1)</answer>",
+            "\\boxed{(1+2) \\times 3}",
+            "3 \u00d7 (1 + 2)",
+            "1+1 no\n(1+2)*3",
+        ],
+        [
+            "",
+            "9",
+            "3*3",
+            "1+2+3",
+            "(1+2)*3+1-1",
+            "(1+2)*3)",
+            "(1+2)**3",
+            "(1+2)(3)",
+            "-(1+2)*-3",
+            "<answer>9</answer> (1+2)*3",
+        ],
     ),
     ("countdown", {"numbers": [3, 3, 8, 8], "target": 24}, ["8/(3-8/3)"], ["8/(3-3)", "8/3-8/3"]),
-    ("math", "\\frac{1}{2}", ["\\boxed{0.5}", "The answer is $\\frac{2}{4}$.", "so it is 1/2"], ["", "2", "\\boxed{1/2} or \\boxed{3}"]),
+    (
+        "math",
+        "\\frac{1}{2}",
+        ["\\boxed{0.5}", "The answer is $\\frac{2}{4}$.", "so it is 1/2"],
+        ["", "2", "\\boxed{1/2} or \\boxed{3}"],
+    ),
     ("math", "x^2+2x+1", ["$$\\boxed{(x+1)^2}$$"], ["$(x+1)^3$"]),
-    ("math", "42", ["\\boxed{41}, no, \\boxed{42}", "\\boxed{42}<|im_end|> and junk"], ["\\boxed{42}, no, \\boxed{41}"]),
+    (
+        "math",
+        "42",
+        ["\\boxed{41}, no, \\boxed{42}", "\\boxed{42}<|im_end|> and junk"],
+        ["\\boxed{42}, no, \\boxed{41}"],
+    ),
     ("math", "(1, 3)", ["the interval $(1,3)$"], ["$(1,4)$"]),
-    ("format", r"<think>.*</think>\s*\d+", ["<think>a\nb</think> 4", "<think></think>4\n"], ["", "4", "<think>x</think>", "a</think>4"]),
+    (
+        "format",
+        r"<think>.*</think>\s*\d+",
+        ["<think>a\nb</think> 4", "<think></think>4\n"],
+        ["", "4", "<think>x</think>", "a</think>4"],
+    ),
     # the template has already opened the tag, so the response starts inside it
     ("format", {"pattern": r"<think>.*</think>\s*\d+", "prefix": "<think>"}, ["a</think>4"], ["<think>a", "4"]),
 ]
 GOLDEN_CODE = [
     (
         "assert add(1, 2) == 3\nassert add(-1, 1) == 0",
-        ["```python\ndef add(a, b):\n    return a + b\n```", "def add(a, b): return a + b", "```\nx=1\n```\nno:\n```py\nadd = lambda a, b: a + b\n```"],
-        ["", "```python\ndef add(a, b): return a - b\n```", "```python\nimport sys; sys.exit(0)\n```", "```\nimport os; os._exit(0)\n```", "```\ndef add(a, b): raise SystemExit(0)\n```", "```\ndef add(", "```\nimport json\nprint(json.loads(input())[1])\n```"],
+        [
+            "```python\ndef add(a, b):\n    return a + b\n```",
+            "def add(a, b): return a + b",
+            "```\nx=1\n```\nno:\n```py\nadd = lambda a, b: a + b\n```",
+        ],
+        [
+            "",
+            "```python\ndef add(a, b): return a - b\n```",
+            "```python\nimport sys; sys.exit(0)\n```",
+            "```\nimport os; os._exit(0)\n```",
+            "```\ndef add(a, b): raise SystemExit(0)\n```",
+            "```\ndef add(",
+            "```\nimport json\nprint(json.loads(input())[1])\n```",
+        ],
     ),
     (["assert x == 1", "assert y == 2"], ["```\nx, y = 1, 2\n```"], ["x, y = 1, 3", "x, y = 2, 2"]),
     (
         [{"stdin": "2\n", "stdout": "4\n"}, {"stdin": "5", "stdout": "10"}],
-        ["```python\nprint(2 * int(input()))\n```", "```\nimport sys\nprint(2 * int(sys.stdin.read()), ' \\n')\n```", "```\nif __name__ == '__main__':\n    print(2 * int(open(0).read()))\n```"],
+        [
+            "```python\nprint(2 * int(input()))\n```",
+            "```\nimport sys\nprint(2 * int(sys.stdin.read()), ' \\n')\n```",
+            "```\nif __name__ == '__main__':\n    print(2 * int(open(0).read()))\n```",
+        ],
         ["```\nprint(4)\n```", "", "```\nprint(2 * int(input()))\nraise ValueError\n```"],
     ),
 ]
 
 
 def golden(table):
-    return [(Row(g, a), text, score) for g, a, right, wrong in table for score, texts in ((1.0, right), (0.0, wrong)) for text in texts]
+    return [
+        (Row(g, a), text, score)
+        for g, a, right, wrong in table
+        for score, texts in ((1.0, right), (0.0, wrong))
+        for text in texts
+    ]
 
 
 def test_golden_pairs(pool):
     cases = golden(GOLDEN)
-    for (row, text, expected), (score, failure) in zip(cases, grade_all(pool, [case[:2] for case in cases]), strict=True):
+    for (row, text, expected), (score, failure) in zip(
+        cases, grade_all(pool, [case[:2] for case in cases]), strict=True
+    ):
         assert (score, failure) == (expected, None), (row, text[:100])
 
 
@@ -155,7 +224,9 @@ def test_contract_calls_grade_directly_and_from_any_thread():
     assert grade_countdown("(1+2)*3", [3, 2, 1], 9) == 1.0
     assert rewards.grade_format("ab", "a.") == 1.0
     results = []
-    threads = [threading.Thread(target=lambda: results.append(grade_math("\\boxed{\\frac{1}{2}}", "0.5"))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(grade_math("\\boxed{\\frac{1}{2}}", "0.5"))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -215,7 +286,13 @@ def test_countdown_operators_bind_as_usual():
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=300)
 mathy_text = st.text("0123456789+-*/().,=x^\\{}$#<>[]_ \n\u2212answeroxd", max_size=300)
-INLINE = [("exact", "1"), ("number", "1"), ("gsm8k", "#### 1"), ("choice", "A"), ("countdown", {"numbers": [1, 2], "target": 3})]
+INLINE = [
+    ("exact", "1"),
+    ("number", "1"),
+    ("gsm8k", "#### 1"),
+    ("choice", "A"),
+    ("countdown", {"numbers": [1, 2], "target": 3}),
+]
 
 
 @given(any_text | mathy_text)
@@ -236,14 +313,21 @@ def test_no_isolated_grader_raises(pool, gym, text):
 
 
 JUNK = ["", "\0", "\ud800", "\U0001f600" * 50, "\u202e\u0000\uffff", "x" * 1_000_000, "(" * 1_000_000, "1+" * 500_000]
-JUNK += ["9" * 1_000_000, "\\boxed{" * 100_000, "```" * 300_000, "<answer>" * 100_000, "1," * 500_000, "((((((((((1))))))))))" * 9]
+JUNK += [
+    "9" * 1_000_000,
+    "\\boxed{" * 100_000,
+    "```" * 300_000,
+    "<answer>" * 100_000,
+    "1," * 500_000,
+    "((((((((((1))))))))))" * 9,
+]
 
 
 def test_junk_scores_zero_everywhere(pool, gym):
     rows = [Row(g, a) for g, a in INLINE] + [Row("math", "77"), Row("format", "abc"), gym]
     rows += [Row("code", "assert f(1) == 2")] * HAS_SANDBOX
     for row in rows:
-        for text, (score, _) in zip(JUNK, grade_all(pool, [(row, text) for text in JUNK])):
+        for text, (score, _) in zip(JUNK, grade_all(pool, [(row, text) for text in JUNK]), strict=True):
             if not (row.grader in ("number", "gsm8k") and "1" in text):  # junk that does end in the answer
                 assert score == 0.0, (row.grader, text[:20])
 
@@ -251,9 +335,27 @@ def test_junk_scores_zero_everywhere(pool, gym):
 def test_no_grader_runs_the_text(pool, tmp_path):
     trace = tmp_path / "trace"
     command = f"__import__('os').system('touch {trace}')"
-    texts = [command, f"<answer>{command}</answer>", f"\\boxed{{{command}}}", f"${command}$", f"1+{command}", f"[{command}]"]
-    texts += [f"#### {command}", f"answer is {command}", f"{{{command}}}", f"(lambda: {command})()", f"```python\n{command}\n```"]
-    texts += [f"\\operatorname{{{command}}}", f"\\text{{{command}}}", f"print(open('{trace}', 'w'))", f"'%s' % {command}"]
+    texts = [
+        command,
+        f"<answer>{command}</answer>",
+        f"\\boxed{{{command}}}",
+        f"${command}$",
+        f"1+{command}",
+        f"[{command}]",
+    ]
+    texts += [
+        f"#### {command}",
+        f"answer is {command}",
+        f"{{{command}}}",
+        f"(lambda: {command})()",
+        f"```python\n{command}\n```",
+    ]
+    texts += [
+        f"\\operatorname{{{command}}}",
+        f"\\text{{{command}}}",
+        f"print(open('{trace}', 'w'))",
+        f"'%s' % {command}",
+    ]
     rows = [Row(g, a) for g, a in INLINE] + [Row("math", "77"), Row("format", "abc")]
     rows += [gym_row(task)[0] for task in rewards.EVALUATED if task != "polynomial_multiplication"]
     rows += [Row("code", "assert 1"), Row("code", [{"stdin": "", "stdout": ""}])] * HAS_SANDBOX
@@ -264,7 +366,9 @@ def test_no_grader_runs_the_text(pool, tmp_path):
     assert trace.exists()
 
 
-@pytest.mark.parametrize("task", ["spell_backward", "n_queens", "binary_matrix", "simple_integration", "leg_counting", "acre"])
+@pytest.mark.parametrize(
+    "task", ["spell_backward", "n_queens", "binary_matrix", "simple_integration", "leg_counting", "acre"]
+)
 def test_reasoning_gym_pays_its_own_answer_and_nothing_else(pool, task):
     row, item = gym_row(task)
     texts = [item["answer"], f"Hm.\n<answer>\n{item['answer']}\n</answer> so", "", "zzz", "<answer>zzz</answer>"]
@@ -278,20 +382,33 @@ def test_reasoning_gym_problem_that_changes_stops_the_run(pool):
         grade_all(pool, [(row, "x")])
 
 
-# ------------------------------------------------------------------------------------------------------ hanging, failing
+# ----------------------------------------------------------------------------------------------------- hanging, failing
 
 
 def test_a_hanging_text_fails_alone_and_is_killed():
-    pool = GraderPool(workers=1, timeout_s=1.0)
+    pool = GraderPool(workers=1, timeout_s=3.0)
     hang = Row("format", "(a+)+c")
     tower = Row("math", "1")
     good = Row("math", "42")
     try:
         results = grade_all(
-            pool, [(good, "\\boxed{42}"), (hang, "a" * 40 + "b"), (tower, "$9^{9^{9^9}}$"), (good, "\\boxed{42}"), (good, "41")]
+            pool,
+            [
+                (good, "\\boxed{42}"),
+                (hang, "a" * 40 + "b"),
+                (tower, "$9^{9^{9^9}}$"),
+                (good, "\\boxed{42}"),
+                (good, "41"),
+            ],
         )
         assert [score for score, _ in results] == [1.0, 0.0, 0.0, 1.0, 0.0]
-        assert [failure for _, failure in results] == [None, "grading took more than 1 s", "grading took more than 1 s", None, None]
+        assert [failure for _, failure in results] == [
+            None,
+            "grading took more than 3 s",
+            "grading took more than 3 s",
+            None,
+            None,
+        ]
         assert pool.failures == {"format": 1, "math": 1}
     finally:
         pool.close()
@@ -370,11 +487,52 @@ def test_the_gates_of_evaluated_tasks():
     formula, lists = rewards._FORMULA, rewards._LISTS
     for text in ("3*x**2 + sin(x)/2 - exp(x)", "(1+2)*3.5", "log(x) + C"):
         assert re.fullmatch(formula, text, re.ASCII)
-    for text in ("x.y", "x . y", "(1).real", "1..real", "sympify(1)", "__import__", "x or y", "f'x'", "x[0]", "1,2", "1" * 5000 + "!"):
+    for text in (
+        "x.y",
+        "x . y",
+        "(1).real",
+        "1..real",
+        "sympify(1)",
+        "__import__",
+        "x or y",
+        "f'x'",
+        "x[0]",
+        "1,2",
+        "1" * 5000 + "!",
+    ):
         assert not re.fullmatch(formula, text, re.ASCII), text
     assert re.fullmatch(lists, "[['0', \"1\"], [0, 1]]\n", re.ASCII)
     for text in ("f()", "a.b", "{1}", "lambda: 1", "a:=1", "\\x41", "@a"):
         assert not re.fullmatch(lists, text, re.ASCII), text
+
+
+def test_a_worker_killed_while_idle_is_replaced(pool):
+    work = [(Row("format", "a"), "a")] * 4
+    assert grade_all(pool, work) == [(1.0, None)] * 4
+    for worker in pool.workers:
+        if worker.process:
+            worker.process.kill()
+    assert grade_all(pool, work) == [(1.0, None)] * 4
+
+
+def test_what_a_grader_needs_and_is_missing_stops_the_run(forked):
+    module = forked("GRADERS['bad'] = Grader(lambda response, answer: 1.0, isolated=True, imports=('no_such_module',))")
+    pool = module.GraderPool(workers=1, timeout_s=20.0)
+    try:
+        with pytest.raises(module.GraderError, match="grader bad: cannot import no_such_module"):
+            grade_all(pool, [(Row("bad", "1"), "1")])
+    finally:
+        pool.close()
+
+
+def test_a_worker_that_cannot_start_stops_the_run(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    pool = GraderPool(workers=1, timeout_s=20.0)
+    try:
+        with pytest.raises(GraderError, match="grader format: its worker process does not start"):
+            grade_all(pool, [(Row("format", "a"), "a")])
+    finally:
+        pool.close()
 
 
 def test_unknown_grader_names_the_nearest():
@@ -478,8 +636,8 @@ def test_sandbox_refuses(what, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = FORBIDDEN[what].replace("TRACE", str(trace)).replace("README_PATH", __file__)
         program = program.replace("PORT", str(server.getsockname()[1]))
-        assert grade_code(f"```python\n{program}\n```", "pass", timeout_s=3.0) == 0.0
-        assert grade_code(f"```python\n{program}\n```", [{"stdin": "", "stdout": ""}], timeout_s=3.0) == 0.0
+        assert grade_code(f"```python\n{program}\n```", "pass", timeout_s=2.0) == 0.0
+        assert grade_code(f"```python\n{program}\n```", [{"stdin": "", "stdout": ""}], timeout_s=2.0) == 0.0
     assert not trace.exists()
 
 
@@ -495,13 +653,22 @@ thread = threading.Thread(target=print, args=("from a thread",)); thread.start()
     assert grade_code(program, "assert not open('b').read()") == 0.0
 
 
+def runs(pid, program):
+    try:
+        return program.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it ended meanwhile
+        return False
+
+
 @needs_sandbox
 def test_sandbox_leaves_no_process():
-    before = set(os.listdir("/proc"))
-    assert grade_code("import time\nwhile True: time.sleep(1)", "pass", timeout_s=1.0) == 0.0
-    new = [pid for pid in set(os.listdir("/proc")) - before if pid.isdigit()]
-    commands = [Path(f"/proc/{pid}/cmdline") for pid in new]
-    assert not [c for c in commands if c.exists() and b"time.sleep(1)" in c.read_bytes()]
+    program = f"import time\nwhile True: time.sleep(0.{time.monotonic_ns()})"
+    grading = threading.Thread(target=grade_code, args=(program, "pass"), kwargs={"timeout_s": 2.0})
+    grading.start()
+    time.sleep(1.0)
+    pids = [pid for pid in os.listdir("/proc") if pid.isdigit() and runs(pid, program)]
+    grading.join()
+    assert pids and all(wait_gone(pid, 10) for pid in pids)
 
 
 @needs_sandbox
@@ -535,7 +702,11 @@ def test_shape_is_the_report_formula():
         (0, "\u8db3\u3059\u3068\u30ab\u30bf", "\u8db3\u3057\u3066"),  # Japanese mixes three scripts
         (0, "angle \u03b1 and \u0394x, \u211d, \u00b5m, \U0001d465", "Find it."),
         (0, "$\u03b1\u03b2\u03b3$ `\u043f\u0440\u0438` ```\n\u043f\u0440\u0438\u0432\u0435\u0442\n```", "Find it."),
-        (0, "\u041c\u043e\u0441\u043a\u0432\u0430 is a city, caf\u00e9 is a word", "Where?"),  # a name; accents are Latin
+        (
+            0,
+            "\u041c\u043e\u0441\u043a\u0432\u0430 is a city, caf\u00e9 is a word",
+            "Where?",
+        ),  # a name; accents are Latin
         (3, "\u7b54\u6848 is forty two", "\u8bf7\u56de\u7b54"),  # English reasoning to a Chinese prompt
         (0, "\u7b54\u6848 GPU x Python", "\u8bf7\u56de\u7b54"),
     ],
