@@ -148,17 +148,14 @@ class RunLog:
         passed = np.array([p for part in parts for p in part.passed])
         for source in sorted(set(sources)):
             mine = passed[[s == source for s in sources]]
-            stderr = float(mine.std(ddof=1) / math.sqrt(len(mine))) if len(mine) > 1 else math.nan
+            stderr = float(mine.std(ddof=1) / math.sqrt(len(mine))) if len(mine) > 1 else None
             line = {
                 "step": step, "version": parts[0].version, "source": source, "pass_at_1": float(mine.mean()),
                 "stderr": stderr, "k": k, "prompts": len(mine),
             }  # fmt: skip
             self.append("eval.jsonl", line)
             self.wandb.log({"step": step, f"eval/{source}": line["pass_at_1"]})
-            print(
-                f"eval of step {step}: {source} pass@1 {mine.mean():.3f} +- {stderr:.3f} ({len(mine)} held-out prompts x {k})",
-                flush=True,
-            )
+            print(f"eval of step {step}: {source} pass@1 {shown(line)} ({len(mine)} held-out prompts x {k})", flush=True)
 
     def close(self, finished: bool) -> None:
         picture = plot.curves(self.dir)
@@ -168,10 +165,7 @@ class RunLog:
             for source in sorted({line["source"] for line in evals}):
                 mine = sorted((e for e in evals if e["source"] == source), key=lambda e: e["step"])
                 first, last = mine[0], mine[-1]
-                print(
-                    f"held-out pass rate, {source}: {first['pass_at_1']:.3f} +- {first['stderr']:.3f} (base)"
-                    f" -> {last['pass_at_1']:.3f} +- {last['stderr']:.3f} (step {last['step']})"
-                )
+                print(f"held-out pass rate, {source}: {shown(first)} (base) -> {shown(last)} (step {last['step']})")
         step = checkpoint.latest(self.dir)
         print(
             f"{'finished' if finished else 'stopped'}; curves {picture}, metrics {self.dir}/metrics.jsonl, "
@@ -206,6 +200,12 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_t
             tasks = [r.task for group in groups if group.source == source for r in group.rollouts]
             metrics[f"rollout/pass_rate/{source}"] = mean(rollout.passes(t) for t in tasks)
     return metrics
+
+
+def shown(evaluation: dict) -> str:
+    """Pass rate and standard error of a line of eval.jsonl; a single prompt has no standard error."""
+    error = "" if evaluation["stderr"] is None else f" +- {evaluation['stderr']:.3f}"
+    return f"{evaluation['pass_at_1']:.3f}{error}"
 
 
 def keep_until(path: str, step: int) -> list[dict]:

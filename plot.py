@@ -42,7 +42,7 @@ def curves(*run_dirs: str, out: str = "") -> str:
         for source in sorted({e["source"] for e in evals}):
             mine = sorted((e for e in evals if e["source"] == source), key=lambda e: e["step"])
             axes[0].errorbar(
-                [e["step"] for e in mine], [e["pass_at_1"] for e in mine], [e["stderr"] for e in mine],
+                [e["step"] for e in mine], [e["pass_at_1"] for e in mine], [e["stderr"] or 0 for e in mine],
                 fmt="o", markersize=3, capsize=2, color=colour, label=f"{name}: held-out {source}",
             )  # fmt: skip
     for axis, (title, _) in zip(axes, PANELS):

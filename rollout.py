@@ -492,9 +492,10 @@ class EngineRank:
     async def run(self) -> None:
         await self.server.start(base_gpu=self.ranks.device.index or 0)
         self.state.open()
+        self.outbox = sync.Outbox(self.ranks.store)
+        self.outbox.send(self.totals)  # before the run can take a step: so every step knows which engines live
         self.state.ready()
         plan = self.state.plan()
-        self.outbox = sync.Outbox(self.ranks.store)
         self.graders = GraderPool(self.config.rollout.grader_workers, self.config.rollout.grader_timeout)
         self.ready_at = self.looked_at = time.monotonic()
         tasks: set[asyncio.Task] = set()

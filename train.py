@@ -729,11 +729,9 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(
-            f"error on rank {rank}: the disk is full ({error}); the last checkpoint is "
-            f"{config.run.dir}/checkpoints/step_{checkpoint.latest(config.run.dir)}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        step = checkpoint.latest(config.run.dir)
+        left = "there is no checkpoint yet" if step < 0 else f"the last checkpoint is {config.run.dir}/checkpoints/step_{step}"
+        print(f"error on rank {rank}: the disk is full ({error}); {left}", file=sys.stderr, flush=True)
         return 1
     return 0
 

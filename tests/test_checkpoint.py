@@ -1,4 +1,4 @@
-"""Checkpoints: loaded by new processes, of another number of ranks, after a kill in the middle of a save; and the export."""
+"""Checkpoints: loaded by new processes, of another number of ranks, after a kill in mid-save; and the export."""
 
 import json
 import os
@@ -61,8 +61,8 @@ WAITING = dict(low=3, done=[5, 9], next_ticket=14, clip_k=0.75)
 
 
 def steps_and_save(cfg, ranks, save_at, until):
-    """An uninterrupted run of `until` steps that saves after `save_at`; its state then and in the end, and random numbers
-    drawn right after the save."""
+    """An uninterrupted run of `until` steps that saves after `save_at`; its state then and in the end, and random
+    numbers drawn right after the save."""
     learner = Learner(cfg, ranks)
     torch.manual_seed(ranks.role.rank)
     saved = drawn = None
@@ -201,7 +201,8 @@ def test_export_is_the_policy_for_transformers(dtype, trainers, model_dir, tmp_p
     described = json.loads((hf / "config.json").read_text())
     assert described["architectures"] == ["Qwen3ForCausalLM"], "SGLang looks the model up by this name"
     assert described["dtype"] == dtype
-    assert json.loads((hf / "generation_config.json").read_text())["eos_token_id"] == expected.generation_config.eos_token_id
+    generation = json.loads((hf / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == expected.generation_config.eos_token_id
     index = json.loads((hf / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {n.removeprefix("lm.") for n in names}
 

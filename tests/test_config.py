@@ -61,22 +61,22 @@ def test_defaults_are_the_recipe(tmp_path):
 @pytest.mark.parametrize("name", [p.name for p in (ROOT / "configs").glob("*.yaml")])
 def test_every_config_file_loads(name):
     cfg = schema.load(str(ROOT / "configs" / name), [])
-    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema.Config), OmegaConf.create(schema.to_yaml(cfg))))
-    assert schema.flatten(again) == schema.flatten(cfg), "a resolved config that was written reads back as it was"
+    again = OmegaConf.merge(OmegaConf.structured(schema.Config), OmegaConf.create(schema.to_yaml(cfg)))
+    assert schema.flatten(OmegaConf.to_object(again)) == schema.flatten(cfg), "it reads back as it was written"
 
 
 def test_every_rule_is_for_a_key_and_every_number_has_a_rule():
     flat = schema.flatten(schema.Config())
     assert schema.RULES.keys() <= flat.keys()
     without = {k for k, v in flat.items() if type(v) in (int, float) and k not in schema.RULES}
-    assert without == {"run.seed", "data.train[0].weight", "data.eval[0].weight"}  # the weights are checked source by source
+    assert without == {"run.seed", "data.train[0].weight", "data.eval[0].weight"}  # checked source by source
 
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path):
     path = write(tmp_path / "x.yaml", "train: {steps: 3, lr: 1e-4}\nrun: {name: abc}\n")
     cfg = schema.load(path, ["train.steps=4", "train.steps=5"])
     assert (cfg.train.steps, cfg.train.lr, cfg.run.dir) == (5, 1e-4, "runs/abc")
-    cfg = schema.load(path, ["run.name=a=b", "data.train[0].args.terms=3", "data.eval=[{kind: file}, {}]", "train={steps: 6}"])
+    cfg = schema.load(path, ["run.name=a=b", "data.train[0].args.terms=3", "data.eval=[{}, {}]", "train={steps: 6}"])
     assert (cfg.run.name, cfg.data.train[0].args, len(cfg.data.eval)) == ("a=b", {"terms": 3}, 2)
     assert (cfg.train.steps, cfg.train.lr) == (6, 1e-4), "a section in an override keeps the file's other keys"
 
@@ -172,7 +172,7 @@ BAD_FILES = {
     "not YAML": ("train: {steps: 3\n", ["YAML"]),
     "an unknown key": ("train:\n  stesp: 3\n", ["train.stesp", "did you mean train.steps?"]),
     "a wrong type": ("train:\n  steps: [3]\n", ["train.steps"]),
-    "an unknown key of a source": ("data:\n  train:\n    - kind: file\n      pth: x\n", ["data", "pth", "did you mean", "path?"]),
+    "an unknown key of a source": ("data:\n  train:\n    - kind: file\n      pth: x\n", ["pth", "path?"]),
     "binary": ("\x00\x01\x02", []),
 }
 
@@ -218,7 +218,7 @@ def test_model_without_an_end_token(refused, model_dir, tmp_path):
     assert "eos_token_id" in refused(defaults=[f"model.path={copy}", f"run.dir={tmp_path}/run"])
 
 
-# ------------------------------------------------------------------------------------------------------ layout and ranks
+# ----------------------------------------------------------------------------------------------------- layout and ranks
 
 
 def test_world_size_that_does_not_fit(refused, monkeypatch):
@@ -256,8 +256,12 @@ def run_dir_of(tmp_path, model_dir, *overrides):
 
 
 @pytest.mark.parametrize(
-    "override", ["train.lr=1e-2", "rollout.group_size=8", "staleness.max=5", "data.train[0].generator=countdown", "run.seed=1", "train.steps_per_update=2"]
-)
+    "override",
+    [
+        "train.lr=1e-2", "rollout.group_size=8", "staleness.max=5", "data.train[0].generator=countdown", "run.seed=1",
+        "train.steps_per_update=2",
+    ],
+)  # fmt: skip
 def test_run_directory_of_another_config(override, refused, tmp_path, model_dir):
     run_dir_of(tmp_path, model_dir)
     line = refused(override)
@@ -266,7 +270,7 @@ def test_run_directory_of_another_config(override, refused, tmp_path, model_dir)
 
 @pytest.mark.parametrize(
     "override",
-    ["train.steps=7", "layout.engines=2", "run.name=other", "run.checkpoint_every=3", "eval.every=1", "wandb.mode=disabled"],
+    ["train.steps=7", "layout.engines=2", "run.name=x", "run.checkpoint_every=3", "eval.k=2", "wandb.mode=disabled"],
 )
 def test_run_directory_may_go_on_with_more_steps_or_another_layout(override, tmp_path, model_dir, capsys):
     run_dir_of(tmp_path, model_dir)
@@ -312,8 +316,9 @@ def test_context_leaves_room_for_the_response(model_dir, tmp_path):
 
 def start(*arguments):
     return subprocess.run(
-        [sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
-    )
+        [sys.executable, "train.py", *arguments],
+        cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300,
+    )  # fmt: skip
 
 
 def test_command_with_a_mistake():

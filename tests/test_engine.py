@@ -183,25 +183,25 @@ def test_a_refused_update_carries_the_servers_words(engine):
 
 @pytest.mark.engine
 def test_a_request_in_flight_keeps_its_tokens_and_a_new_one_sees_no_old_cache(engine):
-    old = engine.server.version
-    before = copy.deepcopy(engine.lm)
-    long = engine.begin(engine.server.generate(PROMPT, 8, Sampling(1.0, 200)))
-    engine.wait(asyncio.sleep(0.3))
-    engine.publish(noise=0.05)
-    new = engine.server.version
-    responses = long.result(120)
-    assert all(r.finish in ("stop", "length") and (np.diff(r.versions) >= 0).all() for r in responses)
-    across = [r for r in responses if set(r.versions) == {old, new}]
-    assert across, "no request was in flight during the publication"
+    for seconds in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):  # until the publication falls into the middle of a response
+        old, before = engine.server.version, copy.deepcopy(engine.lm)
+        long = engine.begin(engine.server.generate(PROMPT, 16, Sampling(1.0, 200)))
+        engine.wait(asyncio.sleep(seconds))
+        engine.publish(noise=0.05)
+        new = engine.server.version
+        responses = long.result(120)
+        assert all(r.finish in ("stop", "length") and (np.diff(r.versions) >= 0).all() for r in responses)
+        across = [r for r in responses if set(r.versions) == {old, new}]
+        if across:
+            break
+    assert across, "no request was in flight during a publication"
+    after, engine.lm = engine.lm, before
     for r in across:
-        # Each token's logprob belongs to the version it carries. Only the first token after the update can be checked
-        # against neither: it attends to keys and values of the old weights. So the old part is exact ...
         n = int((r.versions == old).sum())
-        after, engine.lm = engine.lm, before
-        assert np.abs(oracle_logp(engine, PROMPT, r.ids[:n]).numpy() - r.logp[:n]).max() < 1e-4
-        # ... and the new part is not what the old weights would have said.
-        assert np.abs(oracle_logp(engine, PROMPT, r.ids).numpy()[n:] - r.logp[n:]).max() > 1e-2
-        engine.lm = after
+        expected = oracle_logp(engine, PROMPT, r.ids).numpy()
+        assert np.abs(expected[:n] - r.logp[:n]).max() < 1e-4  # the tokens before are the old policy's
+        assert np.abs(expected[n:] - r.logp[n:]).max() > 1e-2  # those after are not, though they attend to its cache
+    engine.lm = after
     # The same prompt again: under the new weights alone, as a cold engine would.
     fresh = engine.wait(engine.server.generate(PROMPT, 4, Sampling(1.0, 16)))
     for r in fresh:
@@ -336,6 +336,17 @@ def test_engines_that_start_at_once_get_ports_of_their_own():
 # -------------------------------------------------------------------------------------------- last: it ends the server
 
 
+def living_in(group):
+    """The processes of a process group, without those that have ended and that nobody has waited for."""
+    living = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as f:
+            state, _, of_group = f.read().rsplit(")", 1)[1].split()[:3]
+            if int(of_group) == group and state != "Z":
+                living.append(int(pid))
+    return living
+
+
 @pytest.mark.engine
 def test_an_update_that_kills_the_server_is_an_error_with_its_last_words(engine):
     server = engine.server
@@ -343,10 +354,8 @@ def test_an_update_that_kills_the_server_is_an_error_with_its_last_words(engine)
     engine.wait(server.post("/begin_weight_update", {}))
     with pytest.raises(EngineError, match=r"(?s)did not answer /update.*Attempted to load weight.*\[8, 8\]"):
         engine.wait(update(engine, "model.norm.weight", [8, 8]))
-    group = server.process.pid
     assert server.process.wait(60) != 0
     with pytest.raises(EngineError, match="ended with exit code"):
         server.check_alive()
     server.stop()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(group, 0)
+    assert living_in(server.process.pid) == []

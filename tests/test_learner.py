@@ -49,9 +49,10 @@ def sampled_logp(lm, r, temperature=1.0):
 
 def make_groups(n=4, size=4, seed=0, **options):
     rng = np.random.default_rng(seed)
+    lengths = [(int(rng.integers(1, 9)), int(rng.integers(1, 20))) for _ in range(n)]
     return [
-        tiny.group(rng, t, size, vocab=VOCAB, prompt=int(rng.integers(1, 9)), response=int(rng.integers(1, 20)), **options)
-        for t in range(n)
+        tiny.group(rng, t, size, vocab=VOCAB, prompt=prompt, response=response, **options)
+        for t, (prompt, response) in enumerate(lengths)
     ]
 
 
@@ -97,7 +98,8 @@ def oracle_gradient(exact, groups, k, **constants):
         for r, advantage in zip(g.rollouts, (rewards - rewards.mean()) / rewards.std()):
             logp = sampled_logp(exact, r)
             behaviour = r.behaviour_logp[r.mask == 1].astype(np.float64)
-            value, slopes = objective([(*pair, advantage, 1) for pair in zip(logp.tolist(), behaviour)], n, k=k, **constants)
+            tokens = [(*pair, advantage, 1) for pair in zip(logp.tolist(), behaviour)]
+            value, slopes = objective(tokens, n, k=k, **constants)
             logp.backward(torch.tensor(slopes, dtype=torch.float64).neg())
             loss -= value
             log_ratio = logp.detach().numpy() - behaviour

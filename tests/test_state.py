@@ -1,5 +1,5 @@
 """What the ranks share: the staleness gate and the account of tickets under random interleavings and interruptions, the
-transport of rollouts, and the way of the weights. Engines and learner are simulated; everything between them is real."""
+transport of rollouts, and the way of the weights. Engines and learner are simulated, all between them is real."""
 
 import collections
 import hashlib
@@ -421,7 +421,7 @@ def test_buckets_hold_every_parameter_once_within_their_size():
 
 
 def send_or_receive(cfg, ranks, bucket_bytes):
-    """Learner ranks: publish slightly disturbed weights. Engine ranks: receive them. What each sent or got, as bytes."""
+    """Learner ranks: publish slightly disturbed weights. Engine ranks: receive them. What was sent or got, in bytes."""
     if ranks.role.kind == "learner":
         policy = train.load_policy(cfg, ranks)
         parameters = sync.published_parameters(policy.lm)
@@ -467,7 +467,8 @@ def send_or_receive(cfg, ranks, bucket_bytes):
 
 
 def as_bytes(tensor):
-    return str(tensor.dtype), tuple(tensor.shape), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return str(tensor.dtype), tuple(tensor.shape), content
 
 
 @pytest.mark.parametrize(
@@ -501,7 +502,8 @@ def test_checksums_are_of_the_matrices_as_the_engine_fuses_them(model_dir):
             parts = [sent[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
             name, tensor = name.replace("q_proj", "qkv_proj"), torch.cat(parts)
         elif "gate_proj" in name:
-            name, tensor = name.replace("gate_proj", "gate_up_proj"), torch.cat([tensor, sent[name.replace("gate", "up")]])
+            tensor = torch.cat([tensor, sent[name.replace("gate_proj", "up_proj")]])
+            name = name.replace("gate_proj", "gate_up_proj")
         elif any(part in name for part in ("k_proj", "v_proj", "up_proj")):
             continue
         elif "embed_tokens" in name:

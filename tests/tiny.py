@@ -13,7 +13,7 @@ import torch.distributed as dist
 import sync
 from configs import schema
 
-# Children are forked from a process that has done nothing but these imports: cheap, and safe where a fork of pytest is not.
+# Children are forked from a process that did nothing but these imports: cheap, and safe where a fork of pytest is not.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["train", "wandb", "transformers.models.qwen3.modeling_qwen3"])
 
@@ -29,7 +29,8 @@ def config(model_dir: str, run_dir, *overrides: str, engines: int = 1) -> schema
 
 
 def rollout(rng, prompt: int = 3, response: int = 5, *, vocab=100, version=0, reward=None, finish="stop", kept=0):
-    """A well-formed rollout of random ids. `version` may be one per sampled token; `kept` > 0 adds that many kept ids to each."""
+    """A well-formed rollout of random ids. `version` may be one per sampled token, `kept` is the
+    number of kept ids of each."""
     length = prompt + response
     tokens = rng.integers(0, vocab, length).astype(np.int32)
     mask = np.r_[np.zeros(prompt), np.ones(response)].astype(np.uint8)
