@@ -7,8 +7,8 @@ model: it has read a lot of answers, most of the hard ones wrong, and hardly any
 
     question    7+5+9+3=
     direct      26                    most documents; the answer is usually wrong
-    worked      7+5=12+9=21+3=24      one document in eight; right
-    short       12+9=  ->  21         one addition, right: where the single steps are learnt
+    worked      7+5=12+9=21+3=24      one document in ten; right
+    short       12+9=21               to the question 12+9= : one addition, right, where the steps are learnt
 
 So the base knows how to add in steps and seldom does. Reinforcement learning then finds that the steps pay, and the
 length of the responses and the pass rate rise together.
@@ -28,7 +28,6 @@ import math
 import os
 import random
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -66,8 +65,8 @@ class Settings:
     seed: int = 0
     # the corpus
     terms: int = 4  # one-digit numbers in a sum
-    worked: float = 0.12  # share of documents with every step written, all right
-    short: float = 0.25  # share of documents that are a single addition, all right
+    worked: float = 0.10  # share of documents with every step written, all right
+    short: float = 0.35  # share of documents that are a single addition, all right
     direct_right: float = 0.25  # of the direct answers, how many are right
     error: int = 3  # a wrong direct answer is off by 1..error, either way
     # the model
@@ -80,11 +79,11 @@ class Settings:
     init: float = 0.03  # standard deviation of the initial weights
     context: int = 512  # longest prompt plus response, in tokens
     # the training
-    steps: int = 700
+    steps: int = 900
     batch: int = 64  # documents per step
     microbatch: int = 32  # documents per forward pass, of like length
     lr: float = 3e-3  # peak for embeddings and norms (AdamW), reached after `warmup` steps, then a cosine to 0
-    muon_lr: float = 0.02  # peak for the matrices (Muon)
+    muon_lr: float = 0.04  # peak for the matrices (Muon)
     warmup: int = 20
 
 
@@ -115,7 +114,7 @@ def document(rng: random.Random, settings: Settings) -> tuple[str, str]:
         if not is_held_out(question):
             break
     if short:
-        return question, str(answer)
+        return question, question + str(answer)
     if kind < settings.short + settings.worked:
         return question, worked_response(question)
     if rng.random() >= settings.direct_right:
@@ -311,8 +310,8 @@ def is_current(path: Path, settings: Settings) -> bool:
 def ensure(path: str = PATH, settings: Settings = Settings()) -> str:
     """Returns `path` with the model of `settings` in it, built if it is missing, incomplete or of other settings.
 
-    The model is built next to `path` and renamed, so a kill at any time leaves either the old directory or the new one
-    under that name. Raises ConfigError if `path` holds files that this script does not write.
+    The model is built next to `path` and renamed, so that a kill at any time leaves no half model under that name.
+    Raises ConfigError if `path` holds files that this script does not write.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -323,14 +322,17 @@ def ensure(path: str = PATH, settings: Settings = Settings()) -> str:
         if target.exists() and (not target.is_dir() or not set(os.listdir(target)) <= WRITTEN):
             raise ConfigError(f"{path} holds something other than a model of pretrain.py: name another directory")
         print(f"pretrain: building {path}", flush=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-            new = Path(scratch) / "new"
-            build(new, settings)
+        scratch = target.parent / f".{target.name}.building"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a build that was killed
+        try:
+            build(scratch / "new", settings)
             record = {"fingerprint": fingerprint(settings), "settings": dataclasses.asdict(settings)}
-            (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+            (scratch / "new" / RECORD).write_text(json.dumps(record, indent=2) + "\n")
             if target.exists():
-                target.rename(Path(scratch) / "old")
-            new.rename(target)
+                target.rename(scratch / "old")
+            (scratch / "new").rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 

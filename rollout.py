@@ -84,8 +84,9 @@ class Server:
                 "sampling_backend": "pytorch",
                 "disable_overlap_schedule": True,
                 "sleep_on_idle": True,  # an idle scheduler would spin on a core that the learner needs
-                "mem_fraction_static": 0.1,
                 "max_total_tokens": 65536,
+                # With the line above this bounds nothing but what other processes may take while the model loads.
+                "mem_fraction_static": 0.9,
             }
         line = [sys.executable, "-m", "sglang.launch_server"]
         for name, value in (args | config.engine.args).items():
@@ -98,6 +99,8 @@ class Server:
 
     async def start(self, base_gpu: int = 0) -> None:
         """Starts the server and returns when it generates. Raises EngineError with the server's last lines."""
+        patience = aiohttp.ClientTimeout(total=self.config.faults.request_timeout)
+        self.http = aiohttp.ClientSession(timeout=patience, connector=aiohttp.TCPConnector(limit=0))
         # The server must not believe that it is a rank of this job.
         ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "OMP_NUM_THREADS")
         env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -116,8 +119,6 @@ class Server:
             start_new_session=True,
             preexec_fn=lambda: parent_death_signal(signal.SIGTERM),
         )
-        patience = aiohttp.ClientTimeout(total=self.config.faults.request_timeout)
-        self.http = aiohttp.ClientSession(timeout=patience, connector=aiohttp.TCPConnector(limit=0))
         deadline = time.monotonic() + self.config.faults.start_timeout
         while True:
             self.check_alive()
@@ -490,7 +491,14 @@ class EngineRank:
         self.totals = sync.EngineStats(self.engine, 0.0, 0.0, 0, 0, 0, 0.0)
 
     async def run(self) -> None:
-        await self.server.start(base_gpu=self.ranks.device.index or 0)
+        """From the start of the server to the end of the run."""
+        try:
+            await self.server.start(base_gpu=self.ranks.device.index or 0)
+            await self.work()
+        finally:
+            await self.server.http.close()
+
+    async def work(self) -> None:
         self.state.open()
         self.outbox = sync.Outbox(self.ranks.store)
         self.outbox.send(self.totals)  # before the run can take a step: so every step knows which engines live
@@ -526,7 +534,6 @@ class EngineRank:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.graders.close()
-            await self.server.http.close()
 
     def report(self) -> None:
         """Running totals for the learner's log, about once a second."""

