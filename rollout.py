@@ -193,8 +193,7 @@ class Server:
         Double-buffered: while the server loads one bucket, the next one travels. Running requests keep their tokens and
         their KV, and go on under the new version.
         """
-        largest = max(sync.bucket_nbytes(bucket) for bucket in plan)
-        buffers = [receive_buffer(largest, ranks) for _ in range(2)]
+        buffers = sync.bucket_buffers(plan, ranks)
         received: dict[str, torch.Tensor] = {}
         loading = paused_at = None
         for i, bucket in enumerate(plan):
@@ -277,18 +276,11 @@ def parent_death_signal(number: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def receive_buffer(nbytes: int, ranks: sync.Ranks) -> torch.Tensor:
-    """Where a bucket arrives: memory that the server can map (shared memory, or the GPU's through CUDA IPC)."""
-    flat = torch.empty(nbytes, dtype=torch.uint8, device=ranks.wire)
-    return flat if flat.is_cuda else flat.share_memory_()
-
-
 def serialize(flat: torch.Tensor, bucket: list[sync.Slot]) -> str:
     """SGLang's `flattened_bucket` payload: a handle to the memory of `flat`, not a copy of it."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    torch.multiprocessing.set_sharing_strategy("file_system")  # the server is not our fork: it opens memory by name
     metadata = [
         FlattenedTensorMetadata(
             s.name, torch.Size(s.shape), getattr(torch, s.dtype), s.start, s.start + s.nbytes, s.nbytes
@@ -652,7 +644,7 @@ def lend_device(config: Config, ranks: sync.Ranks) -> None:
     version = -1
     while not (seen := state.read()).stop:
         if seen.version > version:
-            buffers = [receive_buffer(max(sync.bucket_nbytes(b) for b in plan), ranks) for _ in range(2)]
+            buffers = sync.bucket_buffers(plan, ranks)
             for i, bucket in enumerate(plan):
                 flat = buffers[i % 2][: sync.bucket_nbytes(bucket)]
                 dist.broadcast(flat, 0, ranks.weights)

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Iterator, Optional
 
@@ -57,6 +57,7 @@ class Ranks:
     weights: dist.ProcessGroup  # rank 0 and every engine rank
     tp: Optional[dist.ProcessGroup]  # the ranks of this rank's engine
     store: dist.Store
+    buffers: list[torch.Tensor] = field(default_factory=list)  # where buckets travel; see bucket_buffers
 
     @property
     def is_first(self) -> bool:
@@ -414,17 +415,28 @@ def published_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
     return dict(model.named_parameters())
 
 
+def bucket_buffers(plan: list[list[Slot]], ranks: Ranks) -> list[torch.Tensor]:
+    """The two buffers that buckets travel in. Made once and kept: on a CPU, fresh pages cost more than the broadcast.
+
+    An engine rank's are memory that its server can map: shared memory, or the GPU's through CUDA IPC.
+    """
+    if not ranks.buffers:
+        largest = max(bucket_nbytes(bucket) for bucket in plan)
+        torch.multiprocessing.set_sharing_strategy("file_system")  # the server is not our fork: it opens memory by name
+        for _ in range(2):
+            flat = torch.empty(largest, dtype=torch.uint8, device=ranks.wire)
+            ranks.buffers.append(flat if flat.is_cuda or ranks.role.kind == "learner" else flat.share_memory_())
+    return ranks.buffers
+
+
 @torch.no_grad()
 def send_weights(parameters: dict[str, torch.nn.Parameter], plan: list[list[Slot]], ranks: Ranks) -> None:
     """Broadcasts the policy from rank 0 to the engine ranks; every learner rank takes part in the gathering.
 
     Two buckets exist at a time: while one travels, the next is gathered, cast and packed.
     """
-    flat: list[Optional[torch.Tensor]] = [None, None]
+    flat = bucket_buffers(plan, ranks) if ranks.is_first else []
     travelling: list[Optional[dist.Work]] = [None, None]
-    if ranks.is_first:
-        largest = max(bucket_nbytes(bucket) for bucket in plan)
-        flat = [torch.empty(largest, dtype=torch.uint8, device=ranks.wire) for _ in range(2)]
     for i, bucket in enumerate(plan):
         if travelling[i % 2] is not None:
             travelling[i % 2].wait()

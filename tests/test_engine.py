@@ -161,7 +161,7 @@ def test_verify_names_the_parameter_that_differs(engine, monkeypatch):
 
 def update(engine, name, shape):
     """Hands the server 64 zeros as the parameter `name`."""
-    flat = rollout.receive_buffer(4 * 64, engine.ranks).zero_()
+    flat = torch.zeros(4 * 64, dtype=torch.uint8).share_memory_()
     body = {
         "serialized_named_tensors": [rollout.serialize(flat, [sync.Slot(name, shape, "float32", 0, 4 * 64)])],
         "load_format": "flattened_bucket", "flush_cache": False, "weight_version": "99",

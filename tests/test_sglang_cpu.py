@@ -89,8 +89,9 @@ def test_window(window):
     assert_close(extended(*case, window=window), oracle(*case, window=window))
 
 
-def test_scale_and_large_scores():
-    case = cache([4, 9], [1, 1], spread=30.0)  # scores of thousands: exp would overflow without the maximum taken off
+@pytest.mark.parametrize("spread", [1.0, 30.0])  # scores of thousands: exp would overflow with the maximum left in
+def test_scale_and_large_scores(spread):
+    case = cache([4, 9], [1, 1], spread=spread)
     assert_close(decoded(*case, scale=0.7), oracle(*case, scale=0.7))
     assert_close(extended(*case, scale=0.7), oracle(*case, scale=0.7))
 
@@ -134,13 +135,9 @@ def test_plan_covers_every_token_once_within_its_bounds(lengths):
     assert sorted(covered) == list(range(int(extends.sum())))
 
 
-def backend(k, v, req_to_token):
-    pools = SimpleNamespace(
-        device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=req_to_token), token_to_kv_pool=None
-    )
-    made = sglang_cpu.batched_backend(pools)
-    made.init_forward_metadata(SimpleNamespace(out_cache_loc=None))
-    return made
+def backend():
+    """As SGLang makes it; the pools are arguments of the calls under test."""
+    return sglang_cpu.batched_backend(SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None))
 
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
@@ -148,20 +145,23 @@ def backend(k, v, req_to_token):
 def test_backend_equals_the_one_that_it_replaces(dtype, atol, window):
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Stock
 
-    query, k, v, req_to_token, rows, prefixes, extends = cache([0, 3, 20], [6, 1, 4])
-    query, k, v = query.to(dtype), k.to(dtype), v.to(dtype)
-    ours = backend(k, v, req_to_token)
-    shared = dict(enable_gqa=True, causal=True, sliding_window_size=window)
-    arguments = (k, v, req_to_token, rows, prefixes + extends, prefixes, extends)
-    out = ours._run_sdpa_forward_extend(query, torch.empty_like(query), *arguments, **shared)
-    expected = Stock._run_sdpa_forward_extend(ours, query, torch.empty_like(query), *arguments, **shared)
-    torch.testing.assert_close(out, expected, atol=atol, rtol=0)
+    ours = backend()
+    for prefixes, extends in (([0, 3, 20], [6, 1, 4]), ([5], [3])):  # the tiles of one forward pass do not outlive it
+        ours.init_forward_metadata(SimpleNamespace(out_cache_loc=None))
+        query, k, v, req_to_token, rows, prefixes, extends = cache(prefixes, extends)
+        query, k, v = query.to(dtype), k.to(dtype), v.to(dtype)
+        shared = dict(enable_gqa=True, causal=True, sliding_window_size=window)
+        arguments = (k, v, req_to_token, rows, prefixes + extends, prefixes, extends)
+        out = ours._run_sdpa_forward_extend(query, torch.empty_like(query), *arguments, **shared)
+        expected = Stock._run_sdpa_forward_extend(ours, query, torch.empty_like(query), *arguments, **shared)
+        torch.testing.assert_close(out, expected, atol=atol, rtol=0)
 
-    query, ours, shared["causal"] = query[:3], backend(k, v, req_to_token), False
-    arguments = (k, v, req_to_token, rows, prefixes + extends)
-    out = ours._run_sdpa_forward_decode(query, torch.empty_like(query), *arguments, **shared)
-    expected = Stock._run_sdpa_forward_decode(ours, query, torch.empty_like(query), *arguments, **shared)
-    torch.testing.assert_close(out, expected, atol=atol, rtol=0)
+        ours.init_forward_metadata(SimpleNamespace(out_cache_loc=None))
+        query, shared["causal"] = query[: len(rows)], False
+        arguments = (k, v, req_to_token, rows, prefixes + extends)
+        out = ours._run_sdpa_forward_decode(query, torch.empty_like(query), *arguments, **shared)
+        expected = Stock._run_sdpa_forward_decode(ours, query, torch.empty_like(query), *arguments, **shared)
+        torch.testing.assert_close(out, expected, atol=atol, rtol=0)
 
 
 def test_registered_where_sglang_looks_and_aside_where_there_is_a_gpu(monkeypatch):

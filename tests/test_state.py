@@ -293,11 +293,12 @@ def test_interrupted_run_settles_every_prompt_exactly_once(seed, lives, stalenes
 def test_group_that_arrives_twice_is_an_error():
     life = Life(run_config(1, 2, 1), checkpoint.Progress(), random.Random(0), 1, 4)
     rng = np.random.default_rng(0)
-    life.buffer.add(tiny.group(rng, 0))
-    dropped = tiny.group(rng, 1)
-    dropped.dropped = "early_gate"
-    life.buffer.add(dropped)
-    for ticket in (0, 1):
+    for ticket, dropped in ((0, "early_gate"), (1, None), (2, "early_gate")):
+        g = tiny.group(rng, ticket)
+        g.dropped = dropped
+        life.buffer.add(g)
+    assert (life.buffer.low, life.buffer.done, list(life.buffer.waiting)) == (1, {2}, [1])
+    for ticket in (0, 1, 2):
         with pytest.raises(ValueError, match=f"ticket {ticket} .* twice"):
             life.buffer.add(tiny.group(rng, ticket))
 
