@@ -100,7 +100,9 @@ class Server:
     async def start(self, base_gpu: int = 0) -> None:
         """Starts the server and returns when it generates. Raises EngineError with the server's last lines."""
         patience = aiohttp.ClientTimeout(total=self.config.faults.request_timeout)
-        self.http = aiohttp.ClientSession(timeout=patience, connector=aiohttp.TCPConnector(limit=0))
+        # The server closes connections that were idle for 5 s; one that is about to be closed must not be used again.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        self.http = aiohttp.ClientSession(timeout=patience, connector=connector)
         # The server must not believe that it is a rank of this job.
         ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "OMP_NUM_THREADS")
         env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}

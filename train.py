@@ -14,6 +14,7 @@ model parallelism of our own (sharding is FSDP2's, serving parallelism is SGLang
 import errno
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as recompute
@@ -276,6 +279,7 @@ class Buffer:
         self.low = saved.low  # every ticket below it is done
         self.returned: list[sync.Group] = []  # since the last step, for the rollout store
         self.rejected_in_a_row = 0
+        self.last_rejected: Optional[sync.Group] = None
 
     def add(self, group: sync.Group) -> None:
         """Takes in a group. Raises ValueError if its rollouts are malformed or its ticket was seen before."""
@@ -287,6 +291,7 @@ class Buffer:
             self.finish(group.ticket)
             self.returned.append(group)
             self.rejected_in_a_row += 1
+            self.last_rejected = group
         else:
             self.waiting[group.ticket] = group
             self.rejected_in_a_row = 0
@@ -478,7 +483,7 @@ class Learner:
                 self.receive(timeout=0)
                 self.buffer.drop_stale(self.version)
                 if self.buffer.rejected_in_a_row >= self.config.rollout.max_rejected:
-                    last = self.buffer.returned[-1]
+                    last = self.buffer.last_rejected
                     self.hopeless = (
                         f"{self.buffer.rejected_in_a_row} groups in a row were rejected (rollout.max_rejected), the last "
                         f"one as {last.dropped} with task scores {[r.task for r in last.rollouts][:8]}: all prompts are "
@@ -666,6 +671,13 @@ def check_run_dir(config: Config) -> None:
             )
 
 
+def disk_is_full(error: BaseException, folder: str) -> bool:
+    """Whether a write failed for lack of space. Each of the libraries that write a checkpoint says it in its own way, and
+    torch.save does not say it at all."""
+    named = getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
+    return named or shutil.disk_usage(folder).free < 1 << 20
+
+
 def on_signal(number, frame) -> None:
     """Asks the loops to save and stop; if they have not after faults.stop_timeout, the process ends all the same."""
     rollout.stop_signals.append(signal.Signals(number).name)
@@ -728,12 +740,13 @@ def main(argv: list[str]) -> int:
     except (rollout.EngineError, NothingToLearn, TimeoutError) as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:
+        if not disk_is_full(error, config.run.dir):
             raise
         step = checkpoint.latest(config.run.dir)
-        left = "there is no checkpoint yet" if step < 0 else f"the last checkpoint is {config.run.dir}/checkpoints/step_{step}"
-        print(f"error on rank {rank}: the disk is full ({error}); {left}", file=sys.stderr, flush=True)
+        left = f"the last checkpoint is {config.run.dir}/checkpoints/step_{step}" if step >= 0 else "no checkpoint yet"
+        first_line = (str(error).splitlines() or [""])[0]
+        print(f"error on rank {rank}: the disk is full ({first_line}); {left}", file=sys.stderr, flush=True)
         return 1
     return 0
 
