@@ -19,7 +19,7 @@ from configs.schema import ConfigError
 
 PROGRAM_BYTES = 100_000  # longest program: it travels as one argument, and Linux allows 128 KiB
 OUTPUT_BYTES = 4 << 20  # bytes that a program may print, or write to one file
-FILES_BYTES = 16 << 20  # bytes of each of its two private file systems, /tmp and /work
+FILES_BYTES = 16 << 20  # bytes of each of its two private file systems, /tmp and /box
 
 # Runs inside the sandbox. Tests are read after the program has run, from a descriptor of their own, so a program that
 # reads its standard input or exits early passes nothing. One that rewires the interpreter could: such tests have to
@@ -67,7 +67,7 @@ def run(program: str, kind: str, stdin: str, seconds: float, memory: int) -> tup
     run in the program's namespace after it, and `token` is printed on a line of its own once they are through.
     `memory` is in bytes. Raises subprocess.TimeoutExpired after `seconds`; everything inside is killed.
     """
-    root = ["--size", str(FILES_BYTES), "--tmpfs", "/tmp", "--size", str(FILES_BYTES), "--tmpfs", "/work"]
+    root = ["--size", str(FILES_BYTES), "--tmpfs", "/tmp", "--size", str(FILES_BYTES), "--tmpfs", "/box"]
     for path in dict.fromkeys(["/usr", "/bin", "/lib", "/lib64", sys.base_prefix, sys.prefix]):
         if os.path.islink(path):
             root += ["--symlink", os.readlink(path), path]
@@ -77,8 +77,8 @@ def run(program: str, kind: str, stdin: str, seconds: float, memory: int) -> tup
     os.write(filter_fd, no_new_processes())
     os.lseek(filter_fd, 0, os.SEEK_SET)
     command = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
-    command += ["--die-with-parent", "--new-session", "--clearenv", *root, "--dev", "/dev", "--chdir", "/work"]
-    command += ["--setenv", "HOME", "/work", "--setenv", "OPENBLAS_NUM_THREADS", "1"]
+    command += ["--die-with-parent", "--new-session", "--clearenv", *root, "--dev", "/dev", "--chdir", "/box"]
+    command += ["--setenv", "HOME", "/box", "--setenv", "OPENBLAS_NUM_THREADS", "1"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--seccomp", str(filter_fd)]
     command += [sys.executable, "-I", "-c", HARNESS, program, kind]
     command += [str(math.ceil(seconds)), str(memory), str(OUTPUT_BYTES)]
