@@ -128,7 +128,7 @@ class Staleness:
 
 @dataclass
 class Sync:
-    bucket_mb: int = 256  # size of a broadcast bucket; a larger parameter gets a bucket of its own
+    bucket_mb: int = 64  # size of a broadcast bucket; a larger parameter gets a bucket of its own
     verify: bool = False  # after every publication compare every engine parameter bitwise
 
 

@@ -138,7 +138,7 @@ class Engine:
         dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(model_dir, tmp_path_factory):
     """One server for all tests, with a first publication behind it. Whoever breaks an update must mend it."""
     threads = torch.get_num_threads()
