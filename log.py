@@ -61,7 +61,6 @@ class RunLog:
         """Goes on after `step`: whatever a run that died had logged beyond its checkpoint is removed first."""
         self.config = config
         self.dir = config.run.dir
-        self.resumed_at = step
         os.makedirs(os.path.join(self.dir, "rollouts"), exist_ok=True)
         keep_until(os.path.join(self.dir, "metrics.jsonl"), step)
         self.evaluated = {line["step"] for line in keep_until(os.path.join(self.dir, "eval.jsonl"), step)}

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 import numba  # a pinned requirement of SGLang
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+from torch.nn.functional import scaled_dot_product_attention
 
 # New tokens of one request that share a tile; a longer prompt is cut, so that its early tokens skip its late keys.
 QUERY_BLOCK = 256

@@ -137,7 +137,8 @@ class RunState:
     def create(self, *, counted: int, next_ticket: int, redo: list[int], plan: list) -> None:
         """Rank 0, once: `counted` groups are already learned from or buffered, `redo` come before fresh tickets."""
         self.store.set("plan", json.dumps(plan))
-        for key, value in {"version": -1, "started": f"{counted} 0", "returned": 0, "stop": "", "stop_asked": "", "eval_id": -1}.items():
+        start = {"version": -1, "started": f"{counted} 0", "returned": 0, "stop": "", "stop_asked": "", "eval_id": -1}
+        for key, value in start.items():
             self.store.set(key, str(value))
         # last, because `open` waits for it
         self.store.set("resume", json.dumps({"counted": counted, "next_ticket": next_ticket, "redo": redo}))

@@ -215,7 +215,6 @@ class Batch:
 
 def make_row(rollouts: list[sync.Rollout], advantages: list[float]) -> Row:
     """Packs whole sequences into one row; masks come from the rollouts, never from token ids."""
-    starts = np.cumsum([0] + [len(r.tokens) for r in rollouts])
     sampled = np.concatenate([r.mask for r in rollouts]) == 1
     if any(r.mask[0] for r in rollouts):
         raise ValueError("a sequence whose first token is sampled: nothing predicts it")

@@ -17,8 +17,9 @@ VOCAB = 112  # above the tokenizer's: sampled ids without text; below SGLang's p
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> str:
     """A random Qwen3 with tied embeddings, so wide in its weights that its distributions are far from uniform."""
-    import pretrain
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    import pretrain
 
     tokenizer = pretrain.build_tokenizer(1024)
     torch.manual_seed(0)
@@ -79,10 +80,11 @@ class Engine:
     plain transformers model that holds what the learner published last."""
 
     def __init__(self, model_dir: str, folder: Path):
+        from transformers import AutoModelForCausalLM
+
         import rollout
         import sync
         from configs import schema
-        from transformers import AutoModelForCausalLM
 
         self.folder = folder
         overrides = [f"model.path={model_dir}", "layout.threads=1", "sync.verify=true", "engine.args.max_total_tokens=32768"]

@@ -16,7 +16,6 @@ import rollout
 import sync
 import train
 from configs import schema
-from configs.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 
