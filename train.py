@@ -41,62 +41,10 @@ import rollout
 import sync
 from configs import schema
 from configs.schema import Config, ConfigError
+from objective import advantages_of, batch_loss, importance_ratio, next_clip_k, ratio_and_bounds
+from objective import group_advantages, policy_loss  # noqa: F401 (train.policy_loss is where others look for it)
 
-# ----------------------------------------------------------------------------------------------------------- the formulas
-
-
-def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """[G] -> [G]: A_i = (R_i - mean(R)) / std(R) over the group (its population standard deviation); zeros where the
-    group has no variance."""
-    exact = rewards.double()  # in float32 the rounding of a mean looks like variance
-    centred = exact - exact.mean()
-    std = centred.pow(2).mean().sqrt()
-    advantages = torch.where(std > 1e-6, centred / std.clamp(min=1e-6), torch.zeros_like(centred))
-    return advantages.to(rewards.dtype)
-
-
-def importance_ratio(logp: torch.Tensor, behaviour_logp: torch.Tensor) -> torch.Tensor:
-    """r = exp(logp - behaviour_logp), [N]. Finite for any finite input: beyond e^80 it makes no difference to a clip, but
-    an infinity would turn its gradient into NaN."""
-    return (logp - behaviour_logp).clamp(-80, 80).exp()
-
-
-def policy_loss(
-    logp: torch.Tensor,
-    behaviour_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    normalizer: float,
-    *,
-    eps: float,
-    k: float,
-    r_min: float,
-    r_max: float,
-) -> torch.Tensor:
-    """Minus the objective (MAI-Thinking-1 report, section 3; every argument [N], the result a scalar):
-
-        J = (1/normalizer) sum_t mask_t min(r_out A, r_tr A)
-        r_tr = clip(r, 1 - eps, 1/(1 - eps) + k)      the trust region, its upper side widened by the entropy controller
-        r_out = clip(r, r_min, r_max)                 the outer clip, on every branch: one bad token cannot wreck a run
-
-    `normalizer` is the number of response tokens of the global batch, so that the gradient does not depend on how the
-    batch was cut into micro-batches and ranks. Positions with mask 0 contribute an exact zero, whatever they hold.
-    """
-    mask = mask.bool()
-    r = importance_ratio(torch.where(mask, logp, 0.0), torch.where(mask, behaviour_logp, 0.0))
-    r_tr = r.clamp(1 - eps, 1 / (1 - eps) + k)
-    r_out = r.clamp(r_min, r_max)
-    objective = torch.minimum(r_out * advantages, r_tr * advantages)
-    return -torch.where(mask, objective, 0.0).sum() / max(normalizer, 1)  # 0: a batch without a sampled token
-
-
-def next_clip_k(k: float, entropy: float, *, target: float, delta: float, k_max: float) -> float:
-    """The entropy controller, once per gradient step: k <- clip(k + delta sign(target - entropy), 0, k_max).
-
-    Entropy too low widens the upper side of the trust region, so that rare tokens may grow; too high narrows it.
-    """
-    step = delta * ((target > entropy) - (target < entropy))
-    return min(max(k + step, 0.0), k_max)
+# -------------------------------------------------------------------------------------------------------------- packing
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -198,6 +146,7 @@ class Row:
     behaviour_logp: torch.Tensor  # [N] float32
     advantages: torch.Tensor  # [N] float32
     versions: torch.Tensor  # [N] int64
+    sequence: torch.Tensor  # [N] int64: which of the row's sequences it belongs to
     kept: Optional[torch.Tensor] = None  # [N, K] int64, padded with -1
 
     def to(self, device: torch.device) -> "Row":
@@ -210,6 +159,7 @@ class Batch:
 
     rows: list[Row]
     normalizer: int  # sampled tokens of the global batch
+    sequences: int  # of the global batch
     version: int  # that the learner's weights were last published as
 
 
@@ -235,6 +185,7 @@ def make_row(rollouts: list[sync.Rollout], advantages: list[float]) -> Row:
         behaviour_logp=torch.from_numpy(np.concatenate([r.behaviour_logp for r in rollouts])[sampled]),
         advantages=torch.from_numpy(each[sampled]),
         versions=torch.from_numpy(np.concatenate([r.versions for r in rollouts])[sampled].astype(np.int64)),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(rollouts)), [r.mask.sum() for r in rollouts])),
         kept=kept,
     )
 
@@ -245,17 +196,19 @@ def empty_row(like: Row) -> Row:
     kept = None if like.kept is None else like.kept[nothing]
     return Row(
         like.tokens[:1], like.positions[:1], like.predictors[nothing], like.targets[nothing],
-        like.behaviour_logp[nothing], like.advantages[nothing], like.versions[nothing], kept,
+        like.behaviour_logp[nothing], like.advantages[nothing], like.versions[nothing], like.sequence[nothing], kept,
     )  # fmt: skip
 
 
-def make_batches(groups: list[sync.Group], trainers: int, capacity: int, version: int) -> list[Batch]:
+def make_batches(
+    groups: list[sync.Group], trainers: int, capacity: int, version: int, objective: str = "rocket"
+) -> list[Batch]:
     """One Batch per learner rank: the same number of rows each, tokens balanced, advantages by group."""
     rollouts, advantages = [], []
     for group in groups:
         rollouts += group.rollouts
         rewards = torch.tensor([r.reward for r in group.rollouts], dtype=torch.float64)
-        advantages += group_advantages(rewards).tolist()
+        advantages += advantages_of(objective)(rewards).tolist()
     packed = pack([len(r.tokens) for r in rollouts], capacity)
     rows = [make_row([rollouts[i] for i in row], [advantages[i] for i in row]) for row in packed]
     rows.sort(key=lambda row: -len(row.tokens))
@@ -263,7 +216,7 @@ def make_batches(groups: list[sync.Group], trainers: int, capacity: int, version
     # Dealt like cards, back and forth, so that no rank gets the longer row every time.
     deals = [rows[i : i + trainers][:: 1 if (i // trainers) % 2 == 0 else -1] for i in range(0, len(rows), trainers)]
     normalizer = sum(len(row.targets) for row in rows)
-    return [Batch([deal[rank] for deal in deals], normalizer, version) for rank in range(trainers)]
+    return [Batch([deal[rank] for deal in deals], normalizer, len(rollouts), version) for rank in range(trainers)]
 
 
 class Buffer:
@@ -338,24 +291,23 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
             return None
         row = row.to(device)
         logp = policy(row)
-        mask = torch.ones_like(logp)
-        loss = policy_loss(
-            logp, row.behaviour_logp, row.advantages, mask, batch.normalizer,
-            eps=train.eps, k=k, r_min=train.r_min, r_max=train.r_max,
+        loss = batch_loss(
+            logp, row.behaviour_logp, row.advantages, row.sequence, tokens=batch.normalizer, sequences=batch.sequences,
+            max_tokens=config.rollout.max_tokens, k=k, train=train,
         )  # fmt: skip
         # FSDP averages over ranks, the normaliser is global: the product undoes the average.
         (loss * config.layout.trainers).backward()
         with torch.no_grad():
             log_ratio = logp - row.behaviour_logp
             r = importance_ratio(logp, row.behaviour_logp)
-            low, high = 1 - train.eps, 1 / (1 - train.eps) + k
+            bounded, low, high = ratio_and_bounds(logp, row.behaviour_logp, row.sequence, k, train)
             staleness = (batch.version - row.versions).double()
             sums += torch.stack(
                 [
                     loss.double() * batch.normalizer,
                     (-logp * r).sum(),
-                    ((r < low) & (row.advantages < 0)).sum(),
-                    ((r > high) & (row.advantages > 0)).sum(),
+                    ((bounded < low) & (row.advantages < 0)).sum(),
+                    ((bounded > high) & (row.advantages > 0)).sum(),
                     ((r < train.r_min) | (r > train.r_max)).sum(),
                     (r - 1 - log_ratio).sum(),
                     staleness.sum(),
@@ -492,8 +444,11 @@ class Learner:
 
             if self.wait_for(full, "full batch"):
                 self.groups = self.buffer.take(need)
-                capacity = self.config.train.max_tokens_per_microbatch
-                batches = make_batches(self.groups, self.config.layout.trainers, capacity, self.version)
+                train = self.config.train
+                capacity = train.max_tokens_per_microbatch
+                batches = make_batches(
+                    self.groups, self.config.layout.trainers, capacity, self.version, train.objective
+                )
         mine = [None]
         dist.scatter_object_list(mine, batches if self.ranks.is_first else None, src=0, group=self.ranks.learners)
         return mine[0]

@@ -111,6 +111,8 @@ class Train:
     adam_eps: float = 1e-15
     weight_decay: float = 0.0
     clip_grad: float = 1.0  # largest gradient norm
+    objective: str = "rocket"  # a name in objective.py: rocket, fixed_clip, no_outer_clip (the recipe without a part) |
+    # ppo | grpo | dr_grpo | dapo | gspo | cispo | tis | icepop (peers' variants with their own constants)
     eps: float = 0.6  # trust region: ratios 1-eps .. 1/(1-eps)+k
     k_max: float = 2.5  # the entropy controller's k runs from 0 to k_max
     delta: float = 0.25  # its step
@@ -234,6 +236,9 @@ RULES = {
     "train.adam_eps": _ABOVE_ZERO,
     "train.weight_decay": _NOT_NEGATIVE,
     "train.clip_grad": _ABOVE_ZERO,
+    "train.objective": _one_of(
+        "rocket", "fixed_clip", "no_outer_clip", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "tis", "icepop"
+    ),
     "train.eps": ("must be above 0 and below 1", lambda v: 0 < v < 1),
     "train.k_max": _NOT_NEGATIVE,
     "train.delta": _NOT_NEGATIVE,
