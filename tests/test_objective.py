@@ -1,4 +1,4 @@
-"""The formulas of train.py against loops over Python floats, and the cutting of a batch into rows."""
+"""The formulas of objective.py against loops over Python floats, and the cutting of a batch into rows."""
 
 import math
 import statistics
@@ -10,8 +10,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import objective as objective_choices
 import sync
 import train
+from configs import schema
 
 DEFAULTS = dict(eps=0.6, k=0.5, r_min=0.0, r_max=50.0)
 
@@ -138,6 +140,93 @@ def test_cut_into_micro_batches_sums_to_the_whole():
         parts = [loss_and_gradient(tokens[i : i + size], 30, **DEFAULTS) for i in range(0, 64, size)]
         assert sum(loss for loss, _ in parts) == pytest.approx(whole, abs=1e-12)
         assert [g for _, slopes in parts for g in slopes] == pytest.approx(gradient, abs=1e-15)
+
+
+# -------------------------------------------------------------------------------------------------------- the variants
+
+SEQUENCES = [(-1.0, [-1.0, -0.3, -2.0]), (1.5, [-0.5]), (0.5, [-3.0, -0.2, -0.1, -1.5, -0.7])]  # (advantage, logps)
+DRIFT = [[-1.2, 0.1, 2.3], [0.02], [0.3, -0.9, 1.9, 0.0, -0.05]]  # logp - behaviour, per token
+MAX_TOKENS = 8
+
+
+def variant(name):
+    """Loss and d loss / d logp per token of SEQUENCES under a peer's objective, in Python floats from the papers."""
+    n = sum(len(logps) for _, logps in SEQUENCES)
+    loss, slopes = 0.0, []
+    for (advantage, logps), drift in zip(SEQUENCES, DRIFT, strict=True):
+        per_sequence = 1 / (3 * len(logps))
+        weight = {"grpo": per_sequence, "gspo": per_sequence, "dr_grpo": 1 / (3 * MAX_TOKENS)}.get(name, 1 / n)
+        for logp, d in zip(logps, drift, strict=True):
+            r = math.exp(d)
+            if name == "gspo":
+                r = math.exp(sum(drift) / len(drift))
+                bounded = min(max(r, 1 - 3e-4), 1 + 4e-4)
+                value = min(r * advantage, bounded * advantage)
+                slope = r * advantage if r * advantage <= bounded * advantage else 0.0
+            elif name in ("ppo", "grpo", "dr_grpo", "dapo"):
+                bounded = min(max(r, 0.8), 1.28 if name == "dapo" else 1.2)
+                value = min(r * advantage, bounded * advantage)
+                slope = r * advantage if r * advantage <= bounded * advantage else 0.0
+            else:
+                weight_of_token = {
+                    "cispo": min(r, 5.0), "tis": min(r, 2.0), "icepop": r if 0.5 <= r <= 5 else 0.0,
+                }[name]  # fmt: skip
+                value, slope = weight_of_token * advantage * logp, weight_of_token * advantage
+            loss -= weight * value
+            slopes.append(-weight * slope)
+    return loss, slopes
+
+
+@pytest.mark.parametrize("name", objective_choices.PEERS)
+def test_peers_objective_equals_the_loops(name):
+    cfg = schema.Train(objective=name)
+    logp = torch.tensor([x for _, logps in SEQUENCES for x in logps], dtype=torch.float64, requires_grad=True)
+    drift = torch.tensor([d for drift in DRIFT for d in drift], dtype=torch.float64)
+    lengths = torch.tensor([len(logps) for _, logps in SEQUENCES])
+    advantages = torch.tensor([a for a, _ in SEQUENCES], dtype=torch.float64).repeat_interleave(lengths)
+    sequence = torch.arange(3).repeat_interleave(lengths)
+    behaviour = logp.detach() - drift
+    counts = dict(tokens=int(lengths.sum()), sequences=3, max_tokens=MAX_TOKENS, k=1.0, train=cfg)
+    loss = objective_choices.batch_loss(logp, behaviour, advantages, sequence, **counts)
+    loss.backward()
+    expected, slopes = variant(name)
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    assert logp.grad.tolist() == pytest.approx(slopes, abs=1e-12)
+    whole = logp.grad.clone()  # and the parts of a batch that was cut between two sequences add up to it
+    logp.grad = None
+    for part in (slice(0, 4), slice(4, 9)):
+        own = sequence[part] - sequence[part][0]
+        objective_choices.batch_loss(logp[part], behaviour[part], advantages[part], own, **counts).backward()
+    assert logp.grad.tolist() == pytest.approx(whole.tolist(), abs=1e-12)
+    empty = objective_choices.batch_loss(logp[:0], behaviour[:0], advantages[:0], sequence[:0], **counts)
+    assert empty.item() == 0, "a row without a sampled token, as a rank with fewer rows gets it"
+
+
+@pytest.mark.parametrize(
+    "name, advantage, ratio, k, expected",
+    [
+        ("rocket", 1.0, 10.0, 2.0, 4.5),
+        ("fixed_clip", 1.0, 10.0, 2.0, 2.5),
+        ("no_outer_clip", 1.0, 10.0, 2.0, 4.5),
+        ("rocket", -1.0, 1e4, 2.0, -50.0),
+        ("fixed_clip", -1.0, 1e4, 2.0, -50.0),
+        ("no_outer_clip", -1.0, 1e4, 2.0, -1e4),
+    ],
+)
+def test_switch_offs_take_out_one_part_each(name, advantage, ratio, k, expected):
+    one = torch.ones(1, dtype=torch.float64)
+    logp = one * math.log(ratio) - 20
+    sequence = torch.zeros(1, dtype=torch.int64)
+    counts = dict(tokens=1, sequences=1, max_tokens=8, k=k, train=schema.Train(objective=name))
+    loss = objective_choices.batch_loss(logp, -20 * one, advantage * one, sequence, **counts)
+    assert loss.item() == pytest.approx(-expected)
+
+
+def test_every_choice_of_the_config_is_an_objective():
+    rule, holds = schema.RULES["train.objective"]
+    names = [*objective_choices.RECIPE, *objective_choices.PEERS]
+    assert all(holds(name) for name in names) and all(name in rule for name in names)
+    assert not holds("trust-me")
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
@@ -285,3 +374,12 @@ def test_tokens_are_balanced_over_ranks():
     rollouts = [tiny.rollout(rng, 4, n - 4, reward=float(n > 40)) for n in (40, 64, 34, 48)]
     batches = train.make_batches([sync.Group(0, 0, "p", "s", "q", rollouts)], 2, capacity=64, version=0)
     assert [[len(row.tokens) for row in b.rows] for b in batches] == [[64, 34], [48, 40]]
+
+
+def test_advantages_of_dr_grpo_are_not_divided_by_the_spread():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    assert objective_choices.advantages_of("dr_grpo")(rewards).tolist() == [0.75, -0.25, -0.25, -0.25]
+    rng = np.random.default_rng(0)
+    made = [sync.Group(0, 0, "p", "s", "q", [tiny.rollout(rng, reward=float(i == 0)) for i in range(4)])]
+    (batch,) = train.make_batches(made, 1, capacity=64, version=0, objective="dr_grpo")
+    assert sorted(set(batch.rows[0].advantages.tolist())) == [-0.25, 0.75]
