@@ -21,7 +21,6 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[0] = ROOT  # not this file's directory: `sync` is not benchmarks/sync.py
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+import objective
 import pretrain
 import rewards
 import rollout
@@ -261,10 +261,141 @@ def run_all(arms: dict[str, Arm], seeds: tuple[int, ...], jobs: int) -> dict[str
             future.result()
             name, seed = futures[future]
             last = read(result(arms[name], seed))[-1]
-            print(f"{n}/{len(futures)} {name}, seed {seed}: pass@1 {last['eval']:.3f} after step {last['step']}", flush=True)
+            done = f"pass@1 {last['eval']:.3f} after step {last['step']}"
+            print(f"{n}/{len(futures)} {name}, seed {seed}: {done}", flush=True)
     return {name: [read(result(arm, seed)) for seed in seeds] for name, arm in arms.items()}
 
 
 def read(path: str) -> list[dict]:
     with open(path) as f:
         return [json.loads(line) for line in f]
+
+
+# ------------------------------------------------------------------------------------------------------------ experiments
+
+BASE = ("train.groups_per_step=8", "train.steps=100", "eval.every=10", "eval.k=4")
+
+
+def staleness() -> dict[str, Arm]:
+    """Final pass rate by staleness: PPO's clip without correction, and the recipe."""
+    return {
+        f"{name}, staleness {lag}": Arm((*BASE, f"train.objective={name}"), lag)
+        for name in ("ppo", "rocket")
+        for lag in (0, 1, 2, 4, 8, 16)
+    }
+
+
+def peers() -> dict[str, Arm]:
+    """Every choice of train.objective at staleness 8."""
+    return {name: Arm((*BASE, f"train.objective={name}"), 8) for name in (*objective.RECIPE, *objective.PEERS)}
+
+
+def corrupt() -> dict[str, Arm]:
+    """At step 40 one behaviour logprob of the batch is 20 nats too low, on a token with a negative advantage."""
+    return {
+        "outer clip": Arm(BASE, corrupt=40),
+        "no outer clip": Arm((*BASE, "train.objective=no_outer_clip"), corrupt=40),
+        "no outer clip, gradient norm not clipped": Arm(
+            (*BASE, "train.objective=no_outer_clip", "train.clip_grad=1e30"), corrupt=40
+        ),
+        "outer clip, gradient norm not clipped": Arm((*BASE, "train.clip_grad=1e30"), corrupt=40),
+    }
+
+
+def top_p() -> dict[str, Arm]:
+    """Top-p 0.9, and what the learner knows of it."""
+    truncated = (*BASE, "rollout.top_p=0.9", "rollout.top_k=64", "rollout.mask_replay=true")
+    return {
+        "mask replay": Arm(truncated, lag=2),
+        "no replay, renormalised logprobs": Arm(truncated, lag=2, replay="renormalised"),
+        "no replay, raw logprobs": Arm(truncated, lag=2, replay="raw"),
+        "top-p 1": Arm(BASE, lag=2),
+    }
+
+
+def gate() -> dict[str, Arm]:
+    """Tokens spent to reach 0.95 held-out."""
+    return {
+        "no gate": Arm(BASE),
+        "early gate": Arm((*BASE, "rollout.early_size=4", "rollout.early_range=[0.05,0.8]")),
+        "both gates": Arm(
+            (*BASE, "rollout.early_size=4", "rollout.early_range=[0.05,0.8]", "rollout.keep_range=[0.1,0.8]")
+        ),
+    }
+
+
+EXPERIMENTS = {f.__name__: f for f in (staleness, peers, corrupt, top_p, gate)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- results
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+    """Mean (least to greatest)."""
+    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def row(runs: list[list[dict]]) -> dict[str, str]:
+    """What a table says of an arm: over the seeds."""
+    evals = [[line for line in run if "eval" in line] for run in runs]
+    steps = [[line for line in run if "entropy" in line] for run in runs]
+    reached = [next((i for i, line in enumerate(run) if line.get("eval", 0) >= 0.95), None) for run in runs]
+    tokens = [run[i]["tokens_spent"] for run, i in zip(runs, reached, strict=True) if i is not None]
+    stopped = [run[-1]["step"] for run in runs if "stopped" in run[-1]]
+    return {
+        "final pass@1": spread([e[-1]["eval"] for e in evals]),
+        "best": spread([max(line["eval"] for line in e) for e in evals]),
+        "tokens to 0.95": f"{np.mean(tokens) / 1000:.0f} k, {len(tokens)} of {len(runs)}" if tokens else "-",
+        "largest gradient norm": f"{max(line['grad_norm'] for s in steps for line in s):.3g}",
+        "entropy, last 10": f"{np.mean([line['entropy'] for s in steps for line in s[-10:]]):.3f}",
+        "stopped at": ", ".join(map(str, stopped)) or "-",
+    }
+
+
+def table(results: dict[str, list[list[dict]]]) -> str:
+    rows = {name: row(runs) for name, runs in results.items()}
+    columns = list(next(iter(rows.values())))
+    lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
+    return "\n".join(lines + [f"| {name} | " + " | ".join(cells.values()) + " |" for name, cells in rows.items()])
+
+
+def picture(results: dict[str, list[list[dict]]], path: str) -> None:
+    """pass@1, entropy and gradient norm over steps; a colour per arm, a line per seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.2))
+    colours = pyplot.get_cmap("tab10" if len(results) <= 10 else "tab20").colors
+    for (name, runs), colour in zip(results.items(), colours, strict=False):
+        for axis, key in zip(axes, ("eval", "entropy", "grad_norm"), strict=True):
+            for seed, run in enumerate(runs):
+                points = [(line["step"], line[key]) for line in run if key in line]
+                axis.plot(*zip(*points, strict=True), color=colour, alpha=0.8, lw=1.2, label=None if seed else name)
+            axis.set(xlabel="gradient step", title={"eval": "held-out pass@1"}.get(key, key.replace("_", " ")))
+    axes[2].set_yscale("log")
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", nargs="?", choices=EXPERIMENTS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, a core each")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    args = parser.parse_args()
+    if args.experiment is None:
+        for name, arms in EXPERIMENTS.items():
+            print(f"{name:10s} {len(arms()):2d} arms  {arms.__doc__}")
+        return
+    results = run_all(EXPERIMENTS[args.experiment](), tuple(args.seeds), args.jobs)
+    print(table(results))
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"lab_{args.experiment}.png")
+    picture(results, path)
+    print(f"picture: {path}")
+
+
+if __name__ == "__main__":
+    main()
