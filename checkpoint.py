@@ -6,6 +6,7 @@
         progress.json  step, entropy controller, and the account of tickets
         groups.msgpack finished groups that wait to be learned from
         hf/            the policy as the engines serve it: loads in transformers and SGLang
+        before_alarm.json  only in the last one from before a collapse alarm, which is never removed: what the alarm said
 
 A checkpoint is written under another name and renamed when it is whole, so that a kill at any moment leaves the
 previous one usable. Rollouts that were under way are not saved: their tickets are, and a resumed run does them again.
@@ -30,6 +31,7 @@ import sync
 from configs.schema import Config
 
 SHARD_BYTES = 4 << 30  # of the hf/ export
+MARK = "before_alarm.json"  # a checkpoint that holds it is never removed
 
 
 @dataclass
@@ -59,6 +61,19 @@ def steps(run_dir: str) -> list[int]:
     folder = os.path.join(run_dir, "checkpoints")
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+
+
+def last_before(run_dir: str, step: int) -> int:
+    """The step of the newest whole checkpoint from before gradient step `step`; -1 where there is none."""
+    return max((s for s in steps(run_dir) if s < step), default=-1)
+
+
+def mark(run_dir: str, step: int, alarm: dict) -> None:
+    """Keeps checkpoints/step_N for good, as the one from before `alarm` (the first alarm that names it is the one told)."""
+    path = os.path.join(run_dir, "checkpoints", f"step_{step}", MARK)
+    if not os.path.exists(path):
+        write(path + ".partial", json.dumps(alarm).encode())
+        os.replace(path + ".partial", path)
 
 
 def save(
@@ -96,7 +111,8 @@ def save(
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         for step in steps(config.run.dir)[: -config.run.keep_checkpoints]:
-            shutil.rmtree(os.path.join(folder, f"step_{step}"))
+            if not os.path.exists(os.path.join(folder, f"step_{step}", MARK)):
+                shutil.rmtree(os.path.join(folder, f"step_{step}"))
     dist.barrier(ranks.learners)
 
 

@@ -330,7 +330,7 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
     Returns None, with nothing changed, where `stopping()` turned true between two rows.
     """
     train, device = config.train, next(policy.parameters()).device
-    sums = torch.zeros(8, dtype=torch.float64)
+    sums = torch.zeros(10, dtype=torch.float64)
     peaks = torch.zeros(2, dtype=torch.float64)
     for row in batch.rows:
         if stopping():
@@ -360,6 +360,8 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
                     (r - 1 - log_ratio).sum(),
                     staleness.sum(),
                     torch.tensor(len(row.tokens), device=device),
+                    r.double().sum(),
+                    r.double().pow(2).sum(),
                 ]
             ).double().cpu()
             if len(logp):
@@ -386,6 +388,7 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
         "train/outer_clip_frac": sums[4],
         "train/mismatch_kl": sums[5],
         "train/mismatch_max": float(peaks[0]),
+        "train/ess": sums[8] ** 2 / sums[9],  # (sum r)^2 / (N sum r^2): 1 where all ratios are equal
         "train/tokens": batch.normalizer,
         "train/packing_fill": sums[7] * batch.normalizer
         / (len(batch.rows) * config.layout.trainers * train.max_tokens_per_microbatch),
@@ -440,6 +443,7 @@ class Learner:
         self.evals: dict[int, list[sync.EvalPart]] = {}
         self.eval_asked = -1  # step of the evaluation that is under way
         self.hopeless = ""  # why waiting for another batch is in vain
+        self.collapse = ""  # the alarm that stops the run
 
     # -- waiting
 
@@ -532,7 +536,10 @@ class Learner:
                     self.publish()
             clock.lap("sync")
             if self.ranks.is_first:
-                self.log.step(self, metrics, clock)
+                raised = self.log.step(self, metrics, clock)
+                if raised and config.alarms.action == "stop":
+                    self.collapse = raised[0]
+                    self.state.ask_stop(self.collapse)
             if self.step < train.steps:
                 if config.eval.every and self.step % config.eval.every == 0:
                     self.ask_eval()
@@ -600,10 +607,16 @@ class Learner:
             self.log.close(finished)
             if self.hopeless:
                 raise NothingToLearn(self.hopeless)
+            if self.collapse:
+                raise Collapse(f"stopped (alarms.action=stop) by the {self.collapse}")
 
 
 class NothingToLearn(Exception):
     """No group that is worth learning from has come for too long. The run has been saved."""
+
+
+class Collapse(Exception):
+    """An alarm has stopped the run. It has been saved, and the checkpoint from before is kept."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- main
@@ -648,7 +661,7 @@ def prepare(config: Config) -> rollout.Prompts:
 # What may change when a run goes on in its directory.
 FREE = {
     "run.name", "run.dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "layout", "sync", "eval", "engine",
-    "faults", "wandb", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
+    "faults", "wandb", "alarms", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
     "train.logprob_chunk", "rollout.max_concurrent", "rollout.responses_per_request", "rollout.grader_workers",
     "rollout.grader_timeout",
 }  # fmt: skip
@@ -736,7 +749,7 @@ def main(argv: list[str]) -> int:
             rollout.serve(config, ranks, prompts)
         else:
             Learner(config, ranks, prompts).learn()
-    except (rollout.EngineError, NothingToLearn, TimeoutError) as error:
+    except (rollout.EngineError, NothingToLearn, Collapse, TimeoutError) as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1
     except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:

@@ -141,6 +141,22 @@ class Eval:
 
 
 @dataclass
+class Alarms:
+    """Thresholds of alarms.py; 0 turns one off."""
+
+    entropy_low: float = 0.01  # train/entropy below it: the policy says one thing only
+    entropy_high: float = 4.0  # train/entropy above it: noise
+    mismatch_kl: float = 0.03  # train/mismatch_kl above it: learner and engines are no longer near the same policy
+    grad_norm: float = 10.0  # train/grad_norm (before clipping) above it
+    ess: float = 0.5  # train/ess, the effective share of the batch, below it
+    repetition: float = 0.25  # rollout/repetition, the share of responses that end in a loop, above it
+    truncated_frac: float = 0.5  # rollout/truncated_frac above it
+    after: int = 10  # gradient steps before the first that counts
+    patience: int = 3  # steps in a row beyond a threshold that make an alarm
+    action: str = "warn"  # warn: say it | stop: save, and exit with code 1
+
+
+@dataclass
 class Engine:
     args: dict[str, Any] = field(default_factory=dict)  # go to sglang.launch_server unchanged (underscores become dashes)
 
@@ -172,6 +188,7 @@ class Config:
     staleness: Staleness = field(default_factory=Staleness)
     sync: Sync = field(default_factory=Sync)
     eval: Eval = field(default_factory=Eval)
+    alarms: Alarms = field(default_factory=Alarms)
     engine: Engine = field(default_factory=Engine)
     faults: Faults = field(default_factory=Faults)
     wandb: Wandb = field(default_factory=Wandb)
@@ -248,6 +265,16 @@ RULES = {
     "eval.prompts": _POSITIVE,
     "eval.k": _POSITIVE,
     "eval.temperature": _ABOVE_ZERO,
+    "alarms.entropy_low": _NOT_NEGATIVE,
+    "alarms.entropy_high": _NOT_NEGATIVE,
+    "alarms.mismatch_kl": _NOT_NEGATIVE,
+    "alarms.grad_norm": _NOT_NEGATIVE,
+    "alarms.ess": _between(0, 1),
+    "alarms.repetition": _between(0, 1),
+    "alarms.truncated_frac": _between(0, 1),
+    "alarms.after": _NOT_NEGATIVE,
+    "alarms.patience": _POSITIVE,
+    "alarms.action": _one_of("warn", "stop"),
     "faults.start_timeout": _ABOVE_ZERO,
     "faults.request_timeout": _ABOVE_ZERO,
     "faults.sync_timeout": _ABOVE_ZERO,
@@ -321,6 +348,8 @@ def check(config: Config) -> None:
     if train.r_max < 1 / (1 - train.eps) + train.k_max:
         widest = 1 / (1 - train.eps) + train.k_max
         raise ConfigError(f"train.r_max: must not be below 1/(1 - train.eps) + train.k_max = {widest:g}, not {train.r_max:g}")
+    if 0 < config.alarms.entropy_high <= config.alarms.entropy_low:
+        raise ConfigError(f"alarms.entropy_high: must be above alarms.entropy_low={config.alarms.entropy_low:g}, or 0")
     if not config.data.train or not config.data.eval:
         raise ConfigError("data.train and data.eval: each needs at least one source")
     for split in ("train", "eval"):
