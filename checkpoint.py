@@ -3,7 +3,7 @@
     checkpoints/step_N/
         learner/       policy and optimiser, sharded (torch.distributed.checkpoint: loads under another number of ranks)
         rng_R.pt       the generators of learner rank R
-        progress.json  step, entropy controller, and the account of tickets
+        progress.json  step, entropy controller, stage of the curriculum, and the account of tickets
         groups.msgpack finished groups that wait to be learned from
         hf/            the policy as the engines serve it: loads in transformers and SGLang
         before_alarm.json  only in the last one from before a collapse alarm, which is never removed: what the alarm said
@@ -40,6 +40,8 @@ class Progress:
 
     step: int = 0
     clip_k: float = 0.0
+    stage: int = 0  # of the length curriculum
+    truncated: list[float] = field(default_factory=list)  # their share at the last steps of this stage
     low: int = 0  # every ticket below it is learned from or returned
     done: list[int] = field(default_factory=list)  # so are these, at or above it
     next_ticket: int = 0  # the first that no rank has begun

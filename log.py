@@ -92,6 +92,7 @@ class RunLog:
                         "versions": r.versions.tolist(), "text": r.text, "task": r.task, "reward": r.reward,
                         "parts": r.parts, "finish": r.finish, "failure": r.failure, "ticket": group.ticket,
                         "learned_at": None if group.dropped else step, "dropped": group.dropped,
+                        "max_tokens": self.config.stages[group.stage].max_tokens,
                     }  # fmt: skip
                     f.write(json.dumps(line) + "\n")
 
@@ -101,7 +102,7 @@ class RunLog:
         self.rollouts(groups, returned, learner.step)
         seconds = clock.stop()
         metrics = {"step": learner.step, "version": learner.version} | metrics
-        metrics |= rollout_metrics(groups, returned, self.config.rollout.max_tokens)
+        metrics |= rollout_metrics(groups, returned, learner.prompts.vocab_size)
         metrics |= self.engine_metrics(learner.engines)
         metrics |= {
             "staleness/dropped": sum(g.dropped == "stale" for g in returned),
@@ -196,7 +197,7 @@ class RunLog:
         )
 
 
-def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_tokens: int) -> dict:
+def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], vocab_size: int) -> dict:
     """Means over every rollout whose fate was decided in a step, so that gating does not flatter the pass rate."""
     groups = learned + returned
     rollouts = [r for group in groups for r in group.rollouts]
@@ -204,6 +205,8 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_t
     def mean(values):
         return float(np.mean(list(values)))
 
+    gated = [g for g in groups if g.dropped in ("early_gate", "keep_gate", "zero_variance")]
+    gated_tokens = sum(int(r.mask.sum()) for g in gated for r in g.rollouts)
     metrics = {
         "rollout/pass_rate": mean(rollout.passes(r.task) for r in rollouts),
         "rollout/reward": mean(r.reward for r in rollouts),
@@ -215,13 +218,19 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_t
         "rollout/repetition": mean(loops(r) for r in rollouts),
         "rollout/grading_failed": sum(r.failure is not None for r in rollouts),
         "rollout/zero_std_frac": mean(g.dropped == "zero_variance" for g in groups),
-        "rollout/gated_frac": mean(g.dropped in ("early_gate", "keep_gate", "zero_variance") for g in groups),
+        "rollout/gated_frac": len(gated) / len(groups),
+        "rollout/gated_early_frac": mean(g.dropped == "early_gate" for g in groups),
+        "rollout/gated_full_frac": mean(g.dropped == "keep_gate" for g in groups),
+        "rollout/gated_tokens": gated_tokens,
+        "rollout/gated_tokens_frac": gated_tokens / sum(int(r.mask.sum()) for r in rollouts),
     }
     sources = sorted({group.source for group in groups})
     if len(sources) > 1:
         for source in sources:
-            tasks = [r.task for group in groups if group.source == source for r in group.rollouts]
-            metrics[f"rollout/pass_rate/{source}"] = mean(rollout.passes(t) for t in tasks)
+            its = [r for group in groups if group.source == source for r in group.rollouts]
+            metrics[f"rollout/pass_rate/{source}"] = mean(rollout.passes(r.task) for r in its)
+            metrics[f"rollout/length/{source}"] = mean(r.mask.sum() for r in its)
+            metrics[f"rollout/prompts_frac/{source}"] = mean(group.source == source for group in groups)
     return metrics
 
 

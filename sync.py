@@ -118,6 +118,7 @@ class Snapshot:
     stop: bool  # every rank leaves its loop
     stop_asked: str  # why some rank wants the run to save and stop; empty while none does
     eval_id: int  # the last evaluation asked for; -1 before the first
+    stage: int  # of the length curriculum: new groups begin under its limits
 
 
 class RunState:
@@ -127,17 +128,20 @@ class RunState:
     hands out the tickets that its predecessor had begun and not finished (`redo`), then goes on with fresh ones.
     """
 
-    KEYS = ["version", "started", "returned", "stop", "stop_asked", "eval_id"]
+    KEYS = ["version", "started", "returned", "stop", "stop_asked", "eval_id", "stage"]
 
     def __init__(self, store: dist.Store, max_staleness: int, groups_per_update: int):
         self.store = store
         self.max_staleness = max_staleness
         self.groups_per_update = groups_per_update
 
-    def create(self, *, counted: int, next_ticket: int, redo: list[int], plan: list) -> None:
+    def create(self, *, counted: int, next_ticket: int, redo: list[int], plan: list, stage: int = 0) -> None:
         """Rank 0, once: `counted` groups are already learned from or buffered, `redo` come before fresh tickets."""
         self.store.set("plan", json.dumps(plan))
-        start = {"version": -1, "started": f"{counted} 0", "returned": 0, "stop": "", "stop_asked": "", "eval_id": -1}
+        start = {
+            "version": -1, "started": f"{counted} 0", "returned": 0, "stop": "", "stop_asked": "", "eval_id": -1,
+            "stage": stage,
+        }  # fmt: skip
         for key, value in start.items():
             self.store.set(key, str(value))
         # last, because `open` waits for it
@@ -152,9 +156,9 @@ class RunState:
         return [[Slot(*slot) for slot in bucket] for bucket in json.loads(self.store.get("plan"))]
 
     def read(self) -> Snapshot:
-        version, started, returned, stop, stop_asked, eval_id = self.store.multi_get(self.KEYS)
+        version, started, returned, stop, stop_asked, eval_id, stage = self.store.multi_get(self.KEYS)
         started = int(started.split()[0])
-        return Snapshot(int(version), started, int(returned), bool(stop), stop_asked.decode(), int(eval_id))
+        return Snapshot(int(version), started, int(returned), bool(stop), stop_asked.decode(), int(eval_id), int(stage))
 
     def admits(self, seen: Snapshot, held: int) -> bool:
         """The staleness gate: a group may start only if the batch that it will be learned in is at most
@@ -190,6 +194,10 @@ class RunState:
     def announce(self, version: int) -> None:
         """Rank 0 is about to broadcast the weights of `version`; every engine rank joins in when it sees this."""
         self.store.set("version", str(version))
+
+    def enter_stage(self, stage: int) -> None:
+        """Rank 0: groups that begin from now on have the limits of this stage of the length curriculum."""
+        self.store.set("stage", str(stage))
 
     def ask_eval(self, eval_id: int) -> None:
         self.store.set("eval_id", str(eval_id))
@@ -279,6 +287,7 @@ class Group(msgspec.Struct, tag=True):
     prompt: str | list[dict]
     rollouts: list[Rollout]
     dropped: Optional[str] = None  # why it will not be learned from
+    stage: int = 0  # of the length curriculum, whose limits it had from begin to end
 
     @property
     def oldest_version(self) -> int:

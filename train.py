@@ -40,7 +40,7 @@ import pretrain
 import rollout
 import sync
 from configs import schema
-from configs.schema import Config, ConfigError
+from configs.schema import Config, ConfigError, Stage
 
 # ----------------------------------------------------------------------------------------------------------- the formulas
 
@@ -97,6 +97,21 @@ def next_clip_k(k: float, entropy: float, *, target: float, delta: float, k_max:
     """
     step = delta * ((target > entropy) - (target < entropy))
     return min(max(k + step, 0.0), k_max)
+
+
+GROW_OVER = 10  # steps over which rollout.grow_when_truncated looks
+
+
+def next_stage(stages: list[Stage], stage: int, step: int, truncated: list[float], grow: float) -> int:
+    """The stage of the length curriculum, by index, that groups begin in once gradient step `step` is taken.
+
+    `truncated`: the share of truncated responses at each step of `stage` so far. From `grow` on, as a mean over the last
+    GROW_OVER of them, the next stage begins before its step; 0: never. No stage is left for an earlier one.
+    """
+    scheduled = max(i for i, s in enumerate(stages) if s.step <= step)
+    recent = truncated[-GROW_OVER:]
+    too_short = grow > 0 and len(recent) == GROW_OVER and sum(recent) / GROW_OVER >= grow
+    return max(scheduled, min(stage + too_short, len(stages) - 1))
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -432,11 +447,14 @@ class Learner:
     def open_run(self) -> None:
         saved = self.progress
         self.inbox = sync.Inbox(self.ranks.store)
+        self.truncated = list(saved.truncated)
+        self.stage = next_stage(self.config.stages, saved.stage, self.step, [], 0.0)
         learned = self.step * self.config.train.groups_per_step
         plan = [[tuple(vars(slot).values()) for slot in bucket] for bucket in self.plan]
         self.state.create(
-            counted=learned + len(saved.waiting), next_ticket=saved.next_ticket, redo=saved.redo, plan=plan
-        )
+            counted=learned + len(saved.waiting), next_ticket=saved.next_ticket, redo=saved.redo, plan=plan,
+            stage=self.stage,
+        )  # fmt: skip
         self.buffer = Buffer(self.state, self.config.staleness.max, self.prompts.vocab_size, saved)
         self.log = log.RunLog(self.config, self.step)
         self.engines = {}  # index -> (its last totals, when they came)
@@ -536,6 +554,7 @@ class Learner:
                     self.publish()
             clock.lap("sync")
             if self.ranks.is_first:
+                metrics |= self.move_stage()
                 raised = self.log.step(self, metrics, clock)
                 if raised and config.alarms.action == "stop":
                     self.collapse = raised[0]
@@ -562,6 +581,27 @@ class Learner:
             self.state.announce(self.version)
         sync.send_weights(self.parameters, self.plan, self.ranks)
 
+    def move_stage(self) -> dict:
+        """Begins the next stage of the length curriculum when it is time. The metrics of the one that the step was in."""
+        config, stage = self.config, self.config.stages[self.stage]
+        metrics = {"rollout/stage": self.stage, "rollout/max_tokens": stage.max_tokens}
+        # Groups that began in an earlier stage say nothing of this one's limit.
+        groups = [group for group in self.groups + self.buffer.returned if group.stage == self.stage]
+        cut = [r.finish == "length" for group in groups for r in group.rollouts]
+        if cut:
+            self.truncated = [*self.truncated, sum(cut) / len(cut)][-GROW_OVER:]
+        after = next_stage(config.stages, self.stage, self.step, self.truncated, config.rollout.grow_when_truncated)
+        if after != self.stage:
+            limits = config.stages[after]
+            print(
+                f"stage {after} of the length curriculum after step {self.step}: max_tokens {stage.max_tokens} -> "
+                f"{limits.max_tokens}, w_len {stage.w_len:g} -> {limits.w_len:g}",
+                flush=True,
+            )
+            self.stage, self.truncated = after, []
+            self.state.enter_stage(after)
+        return metrics
+
     def ask_eval(self) -> None:
         """Starts an evaluation of the published weights; its result is logged under the current step."""
         if self.ranks.is_first and self.step not in self.log.evaluated and self.eval_asked < 0:
@@ -586,6 +626,7 @@ class Learner:
             self.receive(timeout=0)
             self.log.rollouts([], self.buffer.returned, self.step)
             self.buffer.returned.clear()
+            self.progress.stage, self.progress.truncated = self.stage, self.truncated
             self.progress.low, self.progress.done = self.buffer.low, sorted(self.buffer.done)
             self.progress.waiting = list(self.buffer.waiting.values())
             self.progress.next_ticket = self.state.frontier(self.state.read().started)

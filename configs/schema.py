@@ -8,7 +8,7 @@ import difflib
 import json
 import math
 import os
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Optional
 
 from omegaconf import OmegaConf
@@ -76,9 +76,20 @@ class Data:
 
 
 @dataclass
+class Stage:
+    """A stage of the length curriculum: the limits of the groups that begin in it."""
+
+    step: int = 0  # gradient steps taken when it begins, unless rollout.grow_when_truncated begins it sooner
+    max_tokens: int = 0  # longest response
+    w_len: Optional[float] = None  # weight of the length penalty; default: reward.w_len
+
+
+@dataclass
 class Rollout:
     group_size: int = 16  # G, responses per prompt
-    max_tokens: int = 32  # longest response
+    max_tokens: int = 32  # longest response, in training and evaluation; with stages that of the longest stage
+    stages: list[Stage] = field(default_factory=list)  # the length curriculum; empty: off
+    grow_when_truncated: float = 0.0  # share of truncated responses, over 10 steps, that begins the next stage; 0: off
     temperature: float = 1.0
     top_p: float = 1.0  # below 1 needs mask_replay
     top_k: int = 0  # 0: off; mask replay needs 2..4096 (the engine returns the ids that it kept)
@@ -195,6 +206,12 @@ class Config:
     dry_run: bool = False  # validate, print the resolved config, the rank table and the memory estimate, exit 0
 
     @property
+    def stages(self) -> list[Stage]:
+        """The length curriculum with every value filled in; without one, a single stage."""
+        stages = self.rollout.stages or [Stage(0, self.rollout.max_tokens)]
+        return [replace(s, w_len=self.reward.w_len if s.w_len is None else s.w_len) for s in stages]
+
+    @property
     def groups_per_update(self) -> int:
         return self.train.groups_per_step * self.train.steps_per_update
 
@@ -230,6 +247,7 @@ RULES = {
     "layout.threads": _NOT_NEGATIVE,
     "rollout.group_size": ("must be at least 2: an advantage is relative to the group", lambda v: v >= 2),
     "rollout.max_tokens": _POSITIVE,
+    "rollout.grow_when_truncated": _between(0, 1),
     "rollout.temperature": ("must be above 0: a greedy sampler has no logprobs to learn from", lambda v: v > 0),
     "rollout.top_p": ("must be above 0 and at most 1", lambda v: 0 < v <= 1),
     "rollout.top_k": _between(0, 4096),
@@ -343,6 +361,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"rollout.early_size: must be below rollout.group_size={rollout.group_size}")
     if rollout.max_concurrent < rollout.group_size:
         raise ConfigError(f"rollout.max_concurrent: must hold one group of {rollout.group_size}")
+    check_stages(rollout)
     if train.r_min >= 1 - train.eps:
         raise ConfigError(f"train.r_min: must be below 1 - train.eps = {1 - train.eps:g}, not {train.r_min:g}")
     if train.r_max < 1 / (1 - train.eps) + train.k_max:
@@ -360,6 +379,31 @@ def check(config: Config) -> None:
                 raise ConfigError(f"data.{split}[{i}].weight: must be above 0, not {source.weight}")
             if "{prompt}" not in source.instruction:
                 raise ConfigError(f"data.{split}[{i}].instruction: must contain {{prompt}}")
+
+
+def check_stages(rollout: Rollout) -> None:
+    """Raises ConfigError if the length curriculum contradicts itself."""
+    stages = rollout.stages
+    if not stages:
+        if rollout.grow_when_truncated:
+            raise ConfigError("rollout.grow_when_truncated: needs rollout.stages to grow through")
+        return
+    for i, stage in enumerate(stages):
+        name = f"rollout.stages[{i}]"
+        if stage.max_tokens < 1:
+            raise ConfigError(f"{name}.max_tokens: must be at least 1, not {stage.max_tokens}")
+        if stage.w_len is not None and not 0 <= stage.w_len < math.inf:
+            raise ConfigError(f"{name}.w_len: must not be negative, not {stage.w_len}")
+        if i == 0 and stage.step != 0:
+            raise ConfigError(f"{name}.step: the first stage begins at step 0, not {stage.step}")
+        if i > 0 and stage.step <= stages[i - 1].step:
+            raise ConfigError(f"{name}.step: must be above {stages[i - 1].step}, that of the stage before, not {stage.step}")
+    longest = max(stage.max_tokens for stage in stages)
+    if rollout.max_tokens != longest:
+        raise ConfigError(
+            f"rollout.max_tokens: must be {longest}, that of the longest of rollout.stages, not {rollout.max_tokens}: "
+            "prompts must leave room for it from the start"
+        )
 
 
 def to_yaml(config: Config) -> str:
@@ -399,10 +443,10 @@ def _one_line(error: Exception) -> str:
 
 def _unknown_key(error: ConfigKeyError | ConfigAttributeError, assigned: str) -> str:
     key, valid = error.full_key, keys()
-    if error.object_type is Source:
+    if error.object_type in (Source, Stage):
         if not key.startswith(assigned):  # OmegaConf checks the entries of a list before it knows where they belong
             key = f"{assigned}[...].{key}"
-        valid = [f"{key.rpartition('.')[0]}.{f.name}" for f in fields(Source)]
+        valid = [f"{key.rpartition('.')[0]}.{f.name}" for f in fields(error.object_type)]
     # the same name in another section is a likelier mistake than a similar name in this one
     moved = [k for k in valid if k.rpartition(".")[2] == key.rpartition(".")[2]]
     nearest = moved or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
