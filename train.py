@@ -292,8 +292,7 @@ class Buffer:
         self.done: set[int] = set(saved.done)  # tickets learned from or returned, at or above `low`
         self.low = saved.low  # every ticket below it is done
         self.returned: list[sync.Group] = []  # since the last step, for the rollout store
-        self.rejected_in_a_row = 0
-        self.last_rejected: Optional[sync.Group] = None
+        self.rejected: list[float] = []  # pass rates of the groups rejected in a row, up to now
 
     def add(self, group: sync.Group) -> None:
         """Takes in a group. Raises ValueError if its rollouts are malformed or its ticket was seen before."""
@@ -304,11 +303,10 @@ class Buffer:
         if group.dropped:
             self.finish(group.ticket)
             self.returned.append(group)
-            self.rejected_in_a_row += 1
-            self.last_rejected = group
+            self.rejected.append(sum(rollout.passes(r.task) for r in group.rollouts) / len(group.rollouts))
         else:
             self.waiting[group.ticket] = group
-            self.rejected_in_a_row = 0
+            self.rejected.clear()
 
     def drop_stale(self, version: int) -> None:
         """Groups whose oldest token is more than `max_staleness` versions old are not learned from."""
@@ -503,13 +501,8 @@ class Learner:
             def full():
                 self.receive(timeout=0)
                 self.buffer.drop_stale(self.version)
-                if self.buffer.rejected_in_a_row >= self.config.rollout.max_rejected:
-                    last = self.buffer.last_rejected
-                    self.hopeless = (
-                        f"{self.buffer.rejected_in_a_row} groups in a row were rejected (rollout.max_rejected), the last "
-                        f"one as {last.dropped} with task scores {[r.task for r in last.rollouts][:8]}: all prompts are "
-                        "solved, or none is"
-                    )
+                if len(self.buffer.rejected) >= self.config.rollout.max_rejected:
+                    self.hopeless = nothing_to_learn(self.buffer.rejected)
                 return len(self.buffer.waiting) >= need
 
             if self.wait_for(full, "full batch"):
@@ -650,6 +643,16 @@ class Learner:
                 raise NothingToLearn(self.hopeless)
             if self.collapse:
                 raise Collapse(f"stopped (alarms.action=stop) by the {self.collapse}")
+
+
+def nothing_to_learn(rejected: list[float]) -> str:
+    """Why a run stops after these pass rates of groups that were rejected in a row."""
+    solved, failed = sum(rate == 1 for rate in rejected), sum(rate == 0 for rate in rejected)
+    return (
+        f"{len(rejected)} groups in a row were rejected (rollout.max_rejected): {solved} with every response right, "
+        f"{failed} with none, {len(rejected) - solved - failed} between, outside rollout.early_range or keep_range or "
+        "without variance"
+    )
 
 
 class NothingToLearn(Exception):
