@@ -1,8 +1,8 @@
 """Collapse alarms: which signals of a run are watched, when one is an alarm, and what moved first.
 
-A run that collapses mostly does so in an order (the mismatch grows, then the gradient, then responses loop or never end,
-then the entropy is gone), and the pass rate tells it last. So an alarm names, next to the signal that passed its threshold,
-every watched signal that has left its normal range, in the order in which they left.
+A run that collapses mostly does so in an order (the mismatch grows, then the gradient, then responses loop or never
+end, then the entropy is gone), and the pass rate tells it last. So an alarm names, next to the signal that passed its
+threshold, every watched signal that has left its normal range, in the order in which they left.
 
 Everything is a function of the lines of metrics.jsonl: a resumed run watches on as if it had never been interrupted.
 """
@@ -146,11 +146,11 @@ def departure(values: list[float], threshold: float, side: int) -> Optional[int]
 
 
 def ends_in_loop(ids: np.ndarray) -> bool:
-    """Whether a response [R] ends in a loop: for some period p, its last max(16, 4 p) tokens have period p, so a block of p
-    tokens stands there at least four times in a row. Exact, in linear time.
+    """Whether a response [R] ends in a loop: for some period p, its last max(16, 4 p) tokens have period p, so a block
+    of p tokens stands there at least four times in a row. Exact, in linear time.
 
-    With H(i) = sum_{j<i} x_j B^j (mod 2^64), ids[a:b] equals ids[a-p:b-p] only if H(b) - H(a) = B^p (H(b-p) - H(a-p)). All
-    periods are tried in one go; what the hash lets through, hardly ever more than one, is compared token by token.
+    With H(i) = sum_{j<i} x_j B^j (mod 2^64), ids[a:b] equals ids[a-p:b-p] only if H(b) - H(a) = B^p (H(b-p) - H(a-p)).
+    All periods are tried in one go; what the hash lets through, hardly ever much, is compared token by token.
     """
     n = len(ids)
     periods = np.arange(1, n // LOOP_REPEATS + 1)

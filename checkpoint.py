@@ -6,7 +6,7 @@
         progress.json  step, entropy controller, stage of the curriculum, and the account of tickets
         groups.msgpack finished groups that wait to be learned from
         hf/            the policy as the engines serve it: loads in transformers and SGLang
-        before_alarm.json  only in the last one from before a collapse alarm, which is never removed: what the alarm said
+        before_alarm.json  what a collapse alarm said: only in the last checkpoint from before it, which is never removed
 
 A checkpoint is written under another name and renamed when it is whole, so that a kill at any moment leaves the
 previous one usable. Rollouts that were under way are not saved: their tickets are, and a resumed run does them again.
@@ -71,7 +71,7 @@ def last_before(run_dir: str, step: int) -> int:
 
 
 def mark(run_dir: str, step: int, alarm: dict) -> None:
-    """Keeps checkpoints/step_N for good, as the one from before `alarm` (the first alarm that names it is the one told)."""
+    """Keeps checkpoints/step_N for good, as the one from before `alarm`; the first alarm that names it is written there."""
     path = os.path.join(run_dir, "checkpoints", f"step_{step}", MARK)
     if not os.path.exists(path):
         write(path + ".partial", json.dumps(alarm).encode())

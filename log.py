@@ -97,7 +97,7 @@ class RunLog:
                     f.write(json.dumps(line) + "\n")
 
     def step(self, learner, metrics: dict, clock: Clock) -> list[str]:
-        """Everything that is known of a gradient step: to disk, wandb and the screen. Returns the lines of its alarms."""
+        """Everything that is known of a gradient step: to disk, wandb and the screen. The lines of its alarms."""
         groups, returned = learner.groups, learner.buffer.returned
         self.rollouts(groups, returned, learner.step)
         seconds = clock.stop()
@@ -136,8 +136,8 @@ class RunLog:
         before = checkpoint.last_before(self.dir, alarm.moved[0][1])
         line = alarm.line(before)
         entry = {
-            "step": alarm.step, "metric": alarm.signal.metric, "value": alarm.value, "key": f"alarms.{alarm.signal.key}",
-            "threshold": alarm.threshold, "steps": alarm.steps, "moved": alarm.moved,
+            "step": alarm.step, "metric": alarm.signal.metric, "value": alarm.value,
+            "key": f"alarms.{alarm.signal.key}", "threshold": alarm.threshold, "steps": alarm.steps, "moved": alarm.moved,
             "checkpoint": before if before >= 0 else None, "line": line,
         }  # fmt: skip
         if before >= 0:

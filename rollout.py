@@ -571,8 +571,8 @@ class EngineRank:
         return await asyncio.gather(*(graded(r) for r in await self.respond(prompt, n, sampling)))
 
     async def run_group(self, ticket: int, stage: int) -> None:
-        """The life of one prompt: early responses, gate, full group, gate, penalties, off to the learner. All of it under
-        the limits of one stage of the length curriculum."""
+        """The life of one prompt: early responses, gate, full group, gate, penalties, off to the learner; all of it
+        under the limits of one stage of the length curriculum."""
         config = self.config.rollout
         row = self.prompts.train.row(ticket)
         prompt = self.prompts.ids(row)

@@ -105,8 +105,8 @@ GROW_OVER = 10  # steps over which rollout.grow_when_truncated looks
 def next_stage(stages: list[Stage], stage: int, step: int, truncated: list[float], grow: float) -> int:
     """The stage of the length curriculum, by index, that groups begin in once gradient step `step` is taken.
 
-    `truncated`: the share of truncated responses at each step of `stage` so far. From `grow` on, as a mean over the last
-    GROW_OVER of them, the next stage begins before its step; 0: never. No stage is left for an earlier one.
+    `truncated`: the share of truncated responses at each step of `stage` so far. From `grow` on, as a mean over the
+    last GROW_OVER of them, the next stage begins before its step; 0: never. No stage is left for an earlier one.
     """
     scheduled = max(i for i, s in enumerate(stages) if s.step <= step)
     recent = truncated[-GROW_OVER:]
@@ -575,7 +575,7 @@ class Learner:
         sync.send_weights(self.parameters, self.plan, self.ranks)
 
     def move_stage(self) -> dict:
-        """Begins the next stage of the length curriculum when it is time. The metrics of the one that the step was in."""
+        """Begins the next stage of the length curriculum when it is time. The metrics of the one the step was in."""
         config, stage = self.config, self.config.stages[self.stage]
         metrics = {"rollout/stage": self.stage, "rollout/max_tokens": stage.max_tokens}
         # Groups that began in an earlier stage say nothing of this one's limit.

@@ -397,7 +397,7 @@ def check_stages(rollout: Rollout) -> None:
         if i == 0 and stage.step != 0:
             raise ConfigError(f"{name}.step: the first stage begins at step 0, not {stage.step}")
         if i > 0 and stage.step <= stages[i - 1].step:
-            raise ConfigError(f"{name}.step: must be above {stages[i - 1].step}, that of the stage before, not {stage.step}")
+            raise ConfigError(f"{name}.step: must be above that of the stage before, {stages[i - 1].step}")
     longest = max(stage.max_tokens for stage in stages)
     if rollout.max_tokens != longest:
         raise ConfigError(

@@ -66,16 +66,15 @@ def test_a_stop_token_does_not_hide_a_loop():
     assert not log.loops(r)
     r.tokens[-1] = 5
     assert log.loops(r)
-    r.tokens[:3] = 5  # the prompt is not the policy's
-    r.tokens[3:10] = range(7)
+    r.mask[:10] = 0  # the rest alone is too short, and the prompt is not the policy's
     assert not log.loops(r)
 
 
 # ----------------------------------------------------------------------------------------------------------- thresholds
 
 HEALTHY = {
-    "train/entropy": 0.3, "train/mismatch_kl": 1e-4, "train/grad_norm": 0.3, "train/ess": 0.98, "rollout/repetition": 0.0,
-    "rollout/truncated_frac": 0.02,
+    "train/entropy": 0.3, "train/mismatch_kl": 1e-4, "train/grad_norm": 0.3, "train/ess": 0.98,
+    "rollout/repetition": 0.0, "rollout/truncated_frac": 0.02,
 }  # fmt: skip
 BAD = {
     "entropy_low": ("train/entropy", 0.001), "entropy_high": ("train/entropy", 9.0),
@@ -138,8 +137,9 @@ def test_alarm_tells_what_moved_first():
     (alarm,) = [a for n in range(1, 57) for a in watch.see(collapse(n))]
     assert alarm.moved == [("train/grad_norm", 41), ("rollout/repetition", 49), ("train/entropy", 51)]
     assert alarm.line(40) == (
-        "alarm at step 56: train/entropy 0.001229 below alarms.entropy_low=0.01 for 3 steps; moved first: train/grad_norm "
-        "(step 41), then rollout/repetition (step 49), then train/entropy (step 51); checkpoints/step_40 is the last from before"
+        "alarm at step 56: train/entropy 0.001229 below alarms.entropy_low=0.01 for 3 steps; "
+        "moved first: train/grad_norm (step 41), then rollout/repetition (step 49), then train/entropy (step 51); "
+        "checkpoints/step_40 is the last from before"
     )
     assert alarm.line(-1).endswith("; no checkpoint from before is kept (run.keep_checkpoints, run.checkpoint_every)")
 
@@ -202,7 +202,8 @@ def test_alarm_marks_the_checkpoint_before_and_is_told_everywhere(run_log, tmp_p
     assert [p.parent.name for p in tmp_path.glob("checkpoints/*/before_alarm.json")] == ["step_40"]
     (entry,) = map(json.loads, (tmp_path / "alarms.jsonl").read_text().splitlines())
     assert json.loads((tmp_path / "checkpoints/step_40/before_alarm.json").read_text()) == entry
-    assert (entry["step"], entry["metric"], entry["key"], entry["checkpoint"]) == (57, "train/entropy", "alarms.entropy_low", 40)
+    assert (entry["step"], entry["metric"], entry["checkpoint"]) == (57, "train/entropy", 40)
+    assert (entry["key"], entry["threshold"]) == ("alarms.entropy_low", 0.01)
     assert entry["moved"] == [["train/grad_norm", 41], ["train/entropy", 50]] and entry["line"] == told
     assert capsys.readouterr().err == told + "\n"
     assert [alert["text"] for alert in run_log.said] == [told]
@@ -221,16 +222,17 @@ def test_alarm_without_a_checkpoint_from_before_says_so(run_log, tmp_path):
 
 
 def test_run_that_collapses_is_stopped_with_its_checkpoint_from_before(model_dir, tmp_path):
-    """Every response of the fake engine has the length limit as its end, which is beyond the threshold from step 4 on."""
+    """Every response of the fake engine is cut at its limit, which is beyond the threshold from step 4 on."""
     from test_learner import RUN, learner_or_fake_engine
 
     overrides = [
-        *RUN, "train.steps=30", "run.checkpoint_every=1", "run.keep_checkpoints=1", "alarms.after=3", "alarms.patience=2",
-        "alarms.action=stop", "alarms.mismatch_kl=0", "alarms.ess=0", "alarms.grad_norm=0", "alarms.entropy_low=0",
+        *RUN, "train.steps=30", "run.checkpoint_every=1", "run.keep_checkpoints=1", "alarms.after=3",
+        "alarms.patience=2", "alarms.action=stop", "alarms.mismatch_kl=0", "alarms.ess=0", "alarms.grad_norm=0", "alarms.entropy_low=0",
         "alarms.entropy_high=0", "alarms.truncated_frac=0.9",
     ]  # fmt: skip
     cfg = tiny.config(model_dir, tmp_path, *overrides)
-    with pytest.raises(AssertionError, match=r"Collapse: stopped \(alarms.action=stop\) by the alarm at step 5: rollout/trunc"):
+    words = r"Collapse: stopped \(alarms.action=stop\) by the alarm at step 5: rollout/truncated_frac 1 above"
+    with pytest.raises(AssertionError, match=words):
         tiny.run_ranks(cfg, learner_or_truncating_engine, learner_or_fake_engine)
     assert checkpoint.latest(tmp_path) == 5, "it was saved"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5

@@ -1,5 +1,5 @@
-"""The life of a group on an engine rank with a made-up server: which requests it makes, under which limits, and what the
-gates and the length curriculum count."""
+"""The life of a group on an engine rank with a made-up server: which requests it makes, under which limits, and what
+the gates and the length curriculum count."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ import sync
 import train
 from configs.schema import Config, Stage
 
-STAGES = "[{step: 0, max_tokens: 8, w_len: 0.25}, {step: 3, max_tokens: 16, w_len: 0.1}, {step: 50, max_tokens: 32, w_len: 0}]"
+STAGES = "[{max_tokens: 8, w_len: 0.25}, {step: 3, max_tokens: 16, w_len: 0.1}, {step: 50, max_tokens: 32, w_len: 0}]"
 
 
 class FakeServer:
@@ -29,10 +29,8 @@ class FakeServer:
         self.requests.append((n, sampling.max_tokens))
         length = min(self.length, sampling.max_tokens)
         finish = "length" if length == sampling.max_tokens else "stop"
-        made = rollout.Response(
-            np.full(length, 7, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32), finish, len(prompt), 0
-        )
-        return [made] * n
+        logp, versions = np.zeros(length, np.float32), np.zeros(length, np.int32)
+        return [rollout.Response(np.full(length, 7, np.int32), logp, versions, finish, len(prompt), 0)] * n
 
 
 class FakeGraders:
@@ -59,7 +57,9 @@ def run_group(model_dir, tmp_path, tasks, *overrides, length=5, stage=0):
     return group, engine.server.requests, engine.state.read().returned
 
 
-TWO_STAGES = ["rollout.group_size=8", "rollout.early_size=4", "rollout.early_range=[0.2,0.8]", "rollout.keep_range=[0.2,0.6]"]
+TWO_STAGES = [
+    "rollout.group_size=8", "rollout.early_size=4", "rollout.early_range=[0.2,0.8]", "rollout.keep_range=[0.2,0.6]",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,8 @@ def test_run_goes_through_its_stages_and_resumes_in_the_one_it_was_in(model_dir,
     path.write_text(json.dumps(progress | {"stage": 1, "truncated": [1.0] * 9}))  # truncation had begun it
     cfg.train.steps = 3
     tiny.run_ranks(cfg, learner_or_fake_engine)
-    assert [(m["rollout/stage"], m["rollout/max_tokens"]) for m in lines(tmp_path, "metrics.jsonl")] == [(0, 8), (0, 8), (1, 16)]
+    seen = [(m["rollout/stage"], m["rollout/max_tokens"]) for m in lines(tmp_path, "metrics.jsonl")]
+    assert seen == [(0, 8), (0, 8), (1, 16)]
     progress = json.loads((tmp_path / "checkpoints" / "step_3" / "progress.json").read_text())
     assert progress["stage"] == 1 and progress["truncated"] == [1.0] * 9  # groups of stage 0 only
     assert {r["max_tokens"] for r in lines(tmp_path / "rollouts", "step_000001.jsonl")} == {8}

@@ -125,7 +125,8 @@ def test_fresh_run_directory_and_one_that_holds_nothing_yet(cfg, recorder, tmp_p
 CONTRACT = """
     rollout/pass_rate rollout/reward rollout/reward_task rollout/reward_lang rollout/reward_len rollout/length
     train/ess rollout/repetition alarm rollout/gated_tokens rollout/gated_tokens_frac rollout/gated_early_frac
-    rollout/gated_full_frac rollout/truncated_frac rollout/zero_std_frac rollout/gated_frac rollout/prefix_hit_rate rollout/tokens_per_s
+    rollout/gated_full_frac rollout/truncated_frac rollout/zero_std_frac rollout/gated_frac rollout/prefix_hit_rate
+    rollout/tokens_per_s
     staleness/mean staleness/dropped version time/step time/wait time/train time/sync time/sync_pause idle/trainer
     idle/engine engine/alive engine/restarts engine/retried step
 """.split()
