@@ -224,6 +224,11 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], vocab
         "rollout/gated_tokens": gated_tokens,
         "rollout/gated_tokens_frac": gated_tokens / sum(int(r.mask.sum()) for r in rollouts),
     }
+    if rollouts[0].kept_counts is not None:
+        counts = np.concatenate([r.kept_counts[r.mask == 1] for r in rollouts])
+        metrics["rollout/kept_ids"] = float(counts.mean())
+        metrics["rollout/masked_frac"] = 1 - metrics["rollout/kept_ids"] / vocab_size
+        metrics["rollout/mask_bytes"] = sum(group.mask_bytes for group in groups) / len(counts)
     sources = sorted({group.source for group in groups})
     if len(sources) > 1:
         for source in sources:

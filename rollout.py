@@ -349,7 +349,7 @@ def parse_response(answer: dict, sampling: Sampling) -> Response:
         if not len(kept) == len(logp) == len(ids) or not all(i in k for i, k in zip(answer["output_ids"], kept)):
             raise EngineError("the sampler's kept ids do not contain the tokens that it sampled")
         kept_counts = np.array([len(k) for k in kept], dtype=np.uint16)
-        kept_ids = np.array([i for k in kept for i in k], dtype=np.int32)
+        kept_ids = np.array([i for k in kept for i in sorted(k)], dtype=np.int32)
     versions = np.full(len(ids), -1, dtype=np.int32)
     for span in meta["weight_versions"]:
         versions[span["start"] : span["end"]] = int(span["version"])

@@ -96,6 +96,16 @@ def test_gate_metrics_count_prompts_by_gate_and_their_tokens(model_dir, tmp_path
     assert metrics["rollout/gated_tokens_frac"] == gated / (gated + 8 * 6 + 8 * 2), "a stale group was not gated"
 
 
+def test_mask_metrics():
+    rng = np.random.default_rng(0)
+    groups = [sync.decode(sync.encode(tiny.group(rng, t, response=5, kept=3))) for t in range(2)]
+    metrics = log.rollout_metrics(groups[:1], groups[1:], 100)
+    assert metrics["rollout/kept_ids"] == (1 + 2 + 3 + 1 + 2) / 5
+    assert metrics["rollout/masked_frac"] == pytest.approx(1 - 0.018)
+    assert metrics["rollout/mask_bytes"] == sum(len(sync.pack_masks(g.rollouts)) for g in groups) / 20
+    assert "rollout/mask_bytes" not in log.rollout_metrics([tiny.group(rng, 0)], [], 100)
+
+
 def test_metrics_by_source():
     rng = np.random.default_rng(0)
     groups = [tiny.group(rng, t, response=4) for t in range(3)] + [tiny.group(rng, 3, response=10)]
