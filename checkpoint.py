@@ -3,9 +3,10 @@
     checkpoints/step_N/
         learner/       policy and optimiser, sharded (torch.distributed.checkpoint: loads under another number of ranks)
         rng_R.pt       the generators of learner rank R
-        progress.json  step, entropy controller, and the account of tickets
+        progress.json  step, entropy controller, stage of the curriculum, and the account of tickets
         groups.msgpack finished groups that wait to be learned from
         hf/            the policy as the engines serve it: loads in transformers and SGLang
+        before_alarm.json  what a collapse alarm said: only in the last checkpoint from before it, which is never removed
 
 A checkpoint is written under another name and renamed when it is whole, so that a kill at any moment leaves the
 previous one usable. Rollouts that were under way are not saved: their tickets are, and a resumed run does them again.
@@ -30,6 +31,7 @@ import sync
 from configs.schema import Config
 
 SHARD_BYTES = 4 << 30  # of the hf/ export
+MARK = "before_alarm.json"  # a checkpoint that holds it is never removed
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Progress:
 
     step: int = 0
     clip_k: float = 0.0
+    stage: int = 0  # of the length curriculum
+    truncated: list[float] = field(default_factory=list)  # their share at the last steps of this stage
     low: int = 0  # every ticket below it is learned from or returned
     done: list[int] = field(default_factory=list)  # so are these, at or above it
     next_ticket: int = 0  # the first that no rank has begun
@@ -59,6 +63,19 @@ def steps(run_dir: str) -> list[int]:
     folder = os.path.join(run_dir, "checkpoints")
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step_(\d+)", name)))
+
+
+def last_before(run_dir: str, step: int) -> int:
+    """The step of the newest whole checkpoint from before gradient step `step`; -1 where there is none."""
+    return max((s for s in steps(run_dir) if s < step), default=-1)
+
+
+def mark(run_dir: str, step: int, alarm: dict) -> None:
+    """Keeps checkpoints/step_N for good, as the one from before `alarm`; the first alarm that names it is written there."""
+    path = os.path.join(run_dir, "checkpoints", f"step_{step}", MARK)
+    if not os.path.exists(path):
+        write(path + ".partial", json.dumps(alarm).encode())
+        os.replace(path + ".partial", path)
 
 
 def save(
@@ -96,7 +113,8 @@ def save(
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         for step in steps(config.run.dir)[: -config.run.keep_checkpoints]:
-            shutil.rmtree(os.path.join(folder, f"step_{step}"))
+            if not os.path.exists(os.path.join(folder, f"step_{step}", MARK)):
+                shutil.rmtree(os.path.join(folder, f"step_{step}"))
     dist.barrier(ranks.learners)
 
 

@@ -2,6 +2,7 @@
 
     metrics.jsonl   one line per gradient step, metric names as in wandb
     eval.jsonl      one line per evaluation and source
+    alarms.jsonl    one line per collapse alarm (alarms.py)
     rollouts/       every rollout, in the file of the step at which its fate was known
     curves.png      drawn by plot.py
     wandb/          online when logged in, offline otherwise
@@ -14,6 +15,7 @@ import json
 import math
 import netrc
 import os
+import sys
 import time
 import uuid
 from collections import deque
@@ -21,6 +23,7 @@ from collections import deque
 import numpy as np
 import torch
 
+import alarms
 import checkpoint
 import plot
 import rollout
@@ -62,7 +65,8 @@ class RunLog:
         self.config = config
         self.dir = config.run.dir
         os.makedirs(os.path.join(self.dir, "rollouts"), exist_ok=True)
-        keep_until(os.path.join(self.dir, "metrics.jsonl"), step)
+        self.watch = alarms.Watch(config.alarms, keep_until(os.path.join(self.dir, "metrics.jsonl"), step))
+        keep_until(os.path.join(self.dir, "alarms.jsonl"), step)
         self.evaluated = {line["step"] for line in keep_until(os.path.join(self.dir, "eval.jsonl"), step)}
         for name in os.listdir(os.path.join(self.dir, "rollouts")):
             if int(name[len("step_") : -len(".jsonl")]) > step:
@@ -88,16 +92,17 @@ class RunLog:
                         "versions": r.versions.tolist(), "text": r.text, "task": r.task, "reward": r.reward,
                         "parts": r.parts, "finish": r.finish, "failure": r.failure, "ticket": group.ticket,
                         "learned_at": None if group.dropped else step, "dropped": group.dropped,
+                        "max_tokens": self.config.stages[group.stage].max_tokens,
                     }  # fmt: skip
                     f.write(json.dumps(line) + "\n")
 
-    def step(self, learner, metrics: dict, clock: Clock) -> None:
-        """Everything that is known of a gradient step: to disk, wandb and the screen."""
+    def step(self, learner, metrics: dict, clock: Clock) -> list[str]:
+        """Everything that is known of a gradient step: to disk, wandb and the screen. The lines of its alarms."""
         groups, returned = learner.groups, learner.buffer.returned
         self.rollouts(groups, returned, learner.step)
         seconds = clock.stop()
         metrics = {"step": learner.step, "version": learner.version} | metrics
-        metrics |= rollout_metrics(groups, returned, self.config.rollout.max_tokens)
+        metrics |= rollout_metrics(groups, returned, learner.prompts.vocab_size)
         metrics |= self.engine_metrics(learner.engines)
         metrics |= {
             "staleness/dropped": sum(g.dropped == "stale" for g in returned),
@@ -111,6 +116,8 @@ class RunLog:
             watts = torch.cuda.power_draw() / 1000  # of this rank's device
             metrics["power/tokens_per_joule"] = metrics["train/tokens"] / (watts * seconds)
         learner.buffer.returned = []
+        raised = self.watch.see(metrics)
+        metrics["alarm"] = len(raised)
         self.append("metrics.jsonl", metrics)
         self.wandb.log(metrics)
         left = clock.time_left(self.config.train.steps - learner.step)
@@ -122,6 +129,23 @@ class RunLog:
             f"  {seconds:5.1f} s  left {left / 60:4.1f} min",
             flush=True,
         )
+        return [self.alarm(alarm) for alarm in raised]
+
+    def alarm(self, alarm: alarms.Alarm) -> str:
+        """Says it everywhere, and marks the last checkpoint from before what moved first. Returns the line."""
+        before = checkpoint.last_before(self.dir, alarm.moved[0][1])
+        line = alarm.line(before)
+        entry = {
+            "step": alarm.step, "metric": alarm.signal.metric, "value": alarm.value,
+            "key": f"alarms.{alarm.signal.key}", "threshold": alarm.threshold, "steps": alarm.steps, "moved": alarm.moved,
+            "checkpoint": before if before >= 0 else None, "line": line,
+        }  # fmt: skip
+        if before >= 0:
+            checkpoint.mark(self.dir, before, entry)
+        self.append("alarms.jsonl", entry)
+        self.wandb.alert(title=f"alarm: {alarm.signal.metric}", text=line, level="WARN")
+        print(line, file=sys.stderr, flush=True)
+        return line
 
     def engine_metrics(self, engines: dict[int, tuple[sync.EngineStats, float]]) -> dict:
         """Rates over the last steps, from the engines' running totals."""
@@ -173,7 +197,7 @@ class RunLog:
         )
 
 
-def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_tokens: int) -> dict:
+def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], vocab_size: int) -> dict:
     """Means over every rollout whose fate was decided in a step, so that gating does not flatter the pass rate."""
     groups = learned + returned
     rollouts = [r for group in groups for r in group.rollouts]
@@ -181,6 +205,8 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_t
     def mean(values):
         return float(np.mean(list(values)))
 
+    gated = [g for g in groups if g.dropped in ("early_gate", "keep_gate", "zero_variance")]
+    gated_tokens = sum(int(r.mask.sum()) for g in gated for r in g.rollouts)
     metrics = {
         "rollout/pass_rate": mean(rollout.passes(r.task) for r in rollouts),
         "rollout/reward": mean(r.reward for r in rollouts),
@@ -189,16 +215,34 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_t
         "rollout/reward_len": mean(r.parts["len"] for r in rollouts),
         "rollout/length": mean(r.mask.sum() for r in rollouts),
         "rollout/truncated_frac": mean(r.finish == "length" for r in rollouts),
+        "rollout/repetition": mean(loops(r) for r in rollouts),
         "rollout/grading_failed": sum(r.failure is not None for r in rollouts),
         "rollout/zero_std_frac": mean(g.dropped == "zero_variance" for g in groups),
-        "rollout/gated_frac": mean(g.dropped in ("early_gate", "keep_gate", "zero_variance") for g in groups),
+        "rollout/gated_frac": len(gated) / len(groups),
+        "rollout/gated_early_frac": mean(g.dropped == "early_gate" for g in groups),
+        "rollout/gated_full_frac": mean(g.dropped == "keep_gate" for g in groups),
+        "rollout/gated_tokens": gated_tokens,
+        "rollout/gated_tokens_frac": gated_tokens / sum(int(r.mask.sum()) for r in rollouts),
     }
+    if rollouts[0].kept_counts is not None:
+        counts = np.concatenate([r.kept_counts[r.mask == 1] for r in rollouts])
+        metrics["rollout/kept_ids"] = float(counts.mean())
+        metrics["rollout/masked_frac"] = 1 - metrics["rollout/kept_ids"] / vocab_size
+        metrics["rollout/mask_bytes"] = sum(group.mask_bytes for group in groups) / len(counts)
     sources = sorted({group.source for group in groups})
     if len(sources) > 1:
         for source in sources:
-            tasks = [r.task for group in groups if group.source == source for r in group.rollouts]
-            metrics[f"rollout/pass_rate/{source}"] = mean(rollout.passes(t) for t in tasks)
+            its = [r for group in groups if group.source == source for r in group.rollouts]
+            metrics[f"rollout/pass_rate/{source}"] = mean(rollout.passes(r.task) for r in its)
+            metrics[f"rollout/length/{source}"] = mean(r.mask.sum() for r in its)
+            metrics[f"rollout/prompts_frac/{source}"] = mean(group.source == source for group in groups)
     return metrics
+
+
+def loops(r: sync.Rollout) -> bool:
+    """Whether what was sampled ends in a loop, before the stop token if there is one."""
+    sampled = r.tokens[r.mask == 1]
+    return alarms.ends_in_loop(sampled[:-1] if r.finish == "stop" else sampled)
 
 
 def shown(evaluation: dict) -> str:

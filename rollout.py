@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 import data
 import sync
-from configs.schema import Config, ConfigError
+from configs.schema import Config, ConfigError, Stage
 from rewards import GraderPool, foreign_words, shape
 
 POLL = 0.01  # seconds between looks at the run state
@@ -349,7 +349,7 @@ def parse_response(answer: dict, sampling: Sampling) -> Response:
         if not len(kept) == len(logp) == len(ids) or not all(i in k for i, k in zip(answer["output_ids"], kept)):
             raise EngineError("the sampler's kept ids do not contain the tokens that it sampled")
         kept_counts = np.array([len(k) for k in kept], dtype=np.uint16)
-        kept_ids = np.array([i for k in kept for i in k], dtype=np.int32)
+        kept_ids = np.array([i for k in kept for i in sorted(k)], dtype=np.int32)
     versions = np.full(len(ids), -1, dtype=np.int32)
     for span in meta["weight_versions"]:
         versions[span["start"] : span["end"]] = int(span["version"])
@@ -476,9 +476,11 @@ class EngineRank:
         log_path = os.path.abspath(os.path.join(config.run.dir, "logs", f"engine_{self.engine}.log"))
         self.server = Server(config, prompts.model_path, self.engine, prompts.stop_ids, log_path)
         self.state = sync.RunState(ranks.store, config.staleness.max, config.groups_per_update)
-        self.sampling = Sampling(
-            rollout.temperature, rollout.max_tokens, rollout.top_p, rollout.top_k, rollout.mask_replay
-        )
+        self.samplings = [  # one per stage of the length curriculum
+            Sampling(rollout.temperature, stage.max_tokens, rollout.top_p, rollout.top_k, rollout.mask_replay)
+            for stage in config.stages
+        ]
+        # Always the longest limit: held-out numbers of one run are comparable, and no rise of theirs is a raised limit.
         self.eval_sampling = Sampling(config.eval.temperature, rollout.max_tokens)
         self.requests = asyncio.Semaphore(max(1, rollout.max_concurrent // rollout.responses_per_request))
         self.running = 0  # requests inside the server
@@ -516,7 +518,7 @@ class EngineRank:
                     ticket = self.state.claim(self.ranks.role.rank, self.server.version)
                     if ticket is None:
                         break
-                    tasks.add(asyncio.create_task(self.run_group(ticket)))
+                    tasks.add(asyncio.create_task(self.run_group(ticket, seen.stage)))
                     await asyncio.sleep(0)  # let it take its requests, so that `locked` tells the truth
                 self.report()
                 for task in [t for t in tasks if t.done()]:
@@ -568,47 +570,49 @@ class EngineRank:
 
         return await asyncio.gather(*(graded(r) for r in await self.respond(prompt, n, sampling)))
 
-    async def run_group(self, ticket: int) -> None:
-        """The life of one prompt: early responses, gate, full group, gate, penalties, off to the learner."""
+    async def run_group(self, ticket: int, stage: int) -> None:
+        """The life of one prompt: early responses, gate, full group, gate, penalties, off to the learner; all of it
+        under the limits of one stage of the length curriculum."""
         config = self.config.rollout
         row = self.prompts.train.row(ticket)
         prompt = self.prompts.ids(row)
+        sampling = self.samplings[stage]
         dropped = None
         rollouts = []
         if config.early_size:
-            rollouts += await self.rollouts(row, prompt, config.early_size, self.sampling)
+            rollouts += await self.rollouts(row, prompt, config.early_size, sampling)
             if not gate([r.task for r in rollouts], *config.early_range):
                 dropped = "early_gate"
         if not dropped:
-            rollouts += await self.rollouts(row, prompt, config.group_size - len(rollouts), self.sampling)
+            rollouts += await self.rollouts(row, prompt, config.group_size - len(rollouts), sampling)
             tasks = [r.task for r in rollouts]
             if not has_variance(tasks):
                 dropped = "zero_variance"
             elif not gate(tasks, *config.keep_range):
                 dropped = "keep_gate"
-        self.shape_rewards(row, rollouts)
+        self.shape_rewards(row, rollouts, self.config.stages[stage])
         for rollout in rollouts:
             rollout.check(self.prompts.vocab_size)
         if dropped:
             self.state.give_back()
         self.outbox.send(
-            sync.Group(ticket, self.engine, row.prompt_id, row.source, row.prompt, rollouts, dropped)
+            sync.Group(ticket, self.engine, row.prompt_id, row.source, row.prompt, rollouts, dropped, stage)
         )
 
-    def shape_rewards(self, row: data.Row, rollouts: list[sync.Rollout]) -> None:
+    def shape_rewards(self, row: data.Row, rollouts: list[sync.Rollout], stage: Stage) -> None:
         """The reward of each rollout from its parts (rewards.shape); the parts are kept for the log."""
         weights = self.config.reward
         pass_rate = float(np.mean([passes(r.task) for r in rollouts]))
         for r in rollouts:
             length = int(r.mask.sum())
             words = foreign_words(r.text, data.plain_text(row.prompt)) if weights.w_lang else 0
-            limits = dict(foreign_words=words, length=length, max_length=self.config.rollout.max_tokens)
+            limits = dict(foreign_words=words, length=length, max_length=stage.max_tokens)
             r.reward = shape(
-                r.task, **limits, pass_rate=pass_rate, w_lang=weights.w_lang, alpha=weights.alpha, w_len=weights.w_len
+                r.task, **limits, pass_rate=pass_rate, w_lang=weights.w_lang, alpha=weights.alpha, w_len=stage.w_len
             )
             r.parts = {
                 "lang": max(1 - weights.alpha * words, 0.0),
-                "len": pass_rate * length / self.config.rollout.max_tokens,
+                "len": pass_rate * length / stage.max_tokens,
             }
 
     async def run_eval(self, eval_id: int) -> None:

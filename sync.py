@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import socket
+import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Iterator, Optional
@@ -118,6 +119,7 @@ class Snapshot:
     stop: bool  # every rank leaves its loop
     stop_asked: str  # why some rank wants the run to save and stop; empty while none does
     eval_id: int  # the last evaluation asked for; -1 before the first
+    stage: int  # of the length curriculum: new groups begin under its limits
 
 
 class RunState:
@@ -127,17 +129,20 @@ class RunState:
     hands out the tickets that its predecessor had begun and not finished (`redo`), then goes on with fresh ones.
     """
 
-    KEYS = ["version", "started", "returned", "stop", "stop_asked", "eval_id"]
+    KEYS = ["version", "started", "returned", "stop", "stop_asked", "eval_id", "stage"]
 
     def __init__(self, store: dist.Store, max_staleness: int, groups_per_update: int):
         self.store = store
         self.max_staleness = max_staleness
         self.groups_per_update = groups_per_update
 
-    def create(self, *, counted: int, next_ticket: int, redo: list[int], plan: list) -> None:
+    def create(self, *, counted: int, next_ticket: int, redo: list[int], plan: list, stage: int = 0) -> None:
         """Rank 0, once: `counted` groups are already learned from or buffered, `redo` come before fresh tickets."""
         self.store.set("plan", json.dumps(plan))
-        start = {"version": -1, "started": f"{counted} 0", "returned": 0, "stop": "", "stop_asked": "", "eval_id": -1}
+        start = {
+            "version": -1, "started": f"{counted} 0", "returned": 0, "stop": "", "stop_asked": "", "eval_id": -1,
+            "stage": stage,
+        }  # fmt: skip
         for key, value in start.items():
             self.store.set(key, str(value))
         # last, because `open` waits for it
@@ -152,9 +157,9 @@ class RunState:
         return [[Slot(*slot) for slot in bucket] for bucket in json.loads(self.store.get("plan"))]
 
     def read(self) -> Snapshot:
-        version, started, returned, stop, stop_asked, eval_id = self.store.multi_get(self.KEYS)
+        version, started, returned, stop, stop_asked, eval_id, stage = self.store.multi_get(self.KEYS)
         started = int(started.split()[0])
-        return Snapshot(int(version), started, int(returned), bool(stop), stop_asked.decode(), int(eval_id))
+        return Snapshot(int(version), started, int(returned), bool(stop), stop_asked.decode(), int(eval_id), int(stage))
 
     def admits(self, seen: Snapshot, held: int) -> bool:
         """The staleness gate: a group may start only if the batch that it will be learned in is at most
@@ -191,6 +196,10 @@ class RunState:
         """Rank 0 is about to broadcast the weights of `version`; every engine rank joins in when it sees this."""
         self.store.set("version", str(version))
 
+    def enter_stage(self, stage: int) -> None:
+        """Rank 0: groups that begin from now on have the limits of this stage of the length curriculum."""
+        self.store.set("stage", str(stage))
+
     def ask_eval(self, eval_id: int) -> None:
         self.store.set("eval_id", str(eval_id))
 
@@ -218,7 +227,8 @@ class Rollout(msgspec.Struct):
 
     tokens, mask, behaviour_logp, versions: [T] over prompt + response. mask is 1 where a token was sampled by the
     policy (the end-of-sequence token included); only there behaviour_logp and versions mean something.
-    kept_counts [T], kept_ids [sum of kept_counts]: the ids that the sampler kept at each sampled token (mask replay).
+    kept_counts [T], kept_ids [sum of kept_counts]: the ids that the sampler kept at each sampled token, ascending (mask
+    replay).
     """
 
     tokens: np.ndarray  # int32
@@ -260,8 +270,11 @@ class Rollout(msgspec.Struct):
             raise ValueError("rollout whose kept ids do not cover its sampled tokens")
         if self.kept_ids.min() < 0 or self.kept_ids.max() >= vocab_size:
             raise ValueError(f"rollout with kept ids {self.kept_ids.min()}..{self.kept_ids.max()}, vocabulary {vocab_size}")
+        begins = np.cumsum(counts) - counts
+        if (np.delete(np.diff(self.kept_ids), begins[1:] - 1) < 1).any():  # a double would count twice in the softmax
+            raise ValueError("rollout with kept ids that do not ascend")
         is_own = self.kept_ids == np.repeat(self.tokens[sampled], counts)
-        if not np.logical_or.reduceat(is_own, np.cumsum(counts) - counts).all():
+        if not np.logical_or.reduceat(is_own, begins).all():
             raise ValueError("rollout with a sampled token that is not among its kept ids")
 
     @property
@@ -279,6 +292,9 @@ class Group(msgspec.Struct, tag=True):
     prompt: str | list[dict]
     rollouts: list[Rollout]
     dropped: Optional[str] = None  # why it will not be learned from
+    stage: int = 0  # of the length curriculum, whose limits it had from begin to end
+    masks: Optional[bytes] = None  # on the way only: the kept ids of all rollouts (pack_masks)
+    mask_bytes: int = 0  # that these took
 
     @property
     def oldest_version(self) -> int:
@@ -310,6 +326,59 @@ class EngineStats(msgspec.Struct, tag=True):
 Message = Group | EvalPart | EngineStats
 
 
+def pack_masks(rollouts: list[Rollout]) -> bytes:
+    """The kept ids of rollouts that have them, for the way: a count per sampled token (uint16), then per id its distance
+    from the one before (from -1 at a token's first), byte plane by byte plane, all deflated."""
+    counts = np.concatenate([r.kept_counts[r.mask == 1] for r in rollouts])
+    ids = np.concatenate([r.kept_ids for r in rollouts])
+    steps = np.diff(ids, prepend=-1)
+    begins = (np.cumsum(counts, dtype=np.int64) - counts)[1:]
+    steps[begins] = ids[begins] + 1
+    planes = steps.astype("<u4").view(np.uint8).reshape(-1, 4).T
+    return zlib.compress(counts.astype("<u2").tobytes() + planes.tobytes())
+
+
+def unpack_masks(packed: bytes, rollouts: list[Rollout]) -> None:
+    """Gives `rollouts` the kept ids that `pack_masks` packed. Raises msgspec.DecodeError if they do not fit."""
+    where = [np.flatnonzero(r.mask == 1) for r in rollouts]
+    n = sum(map(len, where))
+    try:
+        content = zlib.decompress(packed)
+        counts = np.frombuffer(content, "<u2", n).astype(np.int64)
+        planes = np.frombuffer(content, np.uint8, 4 * counts.sum(), 2 * n)
+    except (zlib.error, ValueError) as error:
+        raise msgspec.DecodeError(f"masks of {n} tokens: {error}") from error
+    if len(content) != 2 * n + len(planes):
+        raise msgspec.DecodeError(f"masks of {n} tokens: {len(content)} bytes instead of {2 * n + len(planes)}")
+    steps = planes.reshape(4, -1).T.copy().view("<u4")[:, 0].astype(np.int64)
+    ends = np.cumsum(counts)
+    before = np.concatenate([[0], np.cumsum(steps)])[ends - counts]  # of each token's first
+    ids = (np.cumsum(steps) - np.repeat(before, counts) - 1).astype(np.int32)
+    at = np.cumsum([0, *map(len, where)])
+    for r, mine, i, j in zip(rollouts, where, at[:-1], at[1:]):
+        r.kept_counts = np.zeros(len(r.mask), np.uint16)
+        r.kept_counts[mine] = counts[i:j]
+        r.kept_ids = ids[ends[i] - counts[i] : ends[j - 1]]
+
+
+def _packed(group: Group) -> Group:
+    """A group whose masks travel compactly; all of its rollouts have some, or none."""
+    have = [r.kept_ids is not None for r in group.rollouts]
+    if not any(have):
+        return group
+    if not all(have):
+        raise ValueError(f"group {group.ticket}: {sum(have)} of {len(have)} rollouts have kept ids")
+    rollouts = [msgspec.structs.replace(r, kept_counts=None, kept_ids=None) for r in group.rollouts]
+    return msgspec.structs.replace(group, rollouts=rollouts, masks=pack_masks(group.rollouts))
+
+
+def _unpacked(group: Group) -> Group:
+    if group.masks is not None:
+        unpack_masks(group.masks, group.rollouts)
+        group.masks, group.mask_bytes = None, len(group.masks)
+    return group
+
+
 def _to_wire(array) -> tuple[str, bytes]:
     if isinstance(array, np.ndarray):
         return array.dtype.str, array.tobytes()
@@ -327,16 +396,19 @@ _group_decoder = msgspec.msgpack.Decoder(list[Group], dec_hook=_from_wire)
 
 
 def encode(message: Message | list[Group]) -> bytes:
-    return _encoder.encode(message)
+    if isinstance(message, list):
+        return _encoder.encode([_packed(group) for group in message])
+    return _encoder.encode(_packed(message) if isinstance(message, Group) else message)
 
 
 def decode(content: bytes) -> Message:
     """Raises msgspec.DecodeError (ValidationError included) on anything that is not a whole, well-typed message."""
-    return _decoder.decode(content)
+    message = _decoder.decode(content)
+    return _unpacked(message) if isinstance(message, Group) else message
 
 
 def decode_groups(content: bytes) -> list[Group]:
-    return _group_decoder.decode(content)
+    return [_unpacked(group) for group in _group_decoder.decode(content)]
 
 
 class Inbox:

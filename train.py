@@ -40,11 +40,25 @@ import pretrain
 import rollout
 import sync
 from configs import schema
-from configs.schema import Config, ConfigError
+from configs.schema import Config, ConfigError, Stage
 from objective import advantages_of, batch_loss, importance_ratio, next_clip_k, ratio_and_bounds
 from objective import group_advantages, policy_loss  # noqa: F401 (train.policy_loss is where others look for it)
 
-# -------------------------------------------------------------------------------------------------------------- packing
+# ---------------------------------------------------------------------------------------------------- stages and packing
+
+GROW_OVER = 10  # steps over which rollout.grow_when_truncated looks
+
+
+def next_stage(stages: list[Stage], stage: int, step: int, truncated: list[float], grow: float) -> int:
+    """The stage of the length curriculum, by index, that groups begin in once gradient step `step` is taken.
+
+    `truncated`: the share of truncated responses at each step of `stage` so far. From `grow` on, as a mean over the
+    last GROW_OVER of them, the next stage begins before its step; 0: never. No stage is left for an earlier one.
+    """
+    scheduled = max(i for i, s in enumerate(stages) if s.step <= step)
+    recent = truncated[-GROW_OVER:]
+    too_short = grow > 0 and len(recent) == GROW_OVER and sum(recent) / GROW_OVER >= grow
+    return max(scheduled, min(stage + too_short, len(stages) - 1))
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -230,8 +244,7 @@ class Buffer:
         self.done: set[int] = set(saved.done)  # tickets learned from or returned, at or above `low`
         self.low = saved.low  # every ticket below it is done
         self.returned: list[sync.Group] = []  # since the last step, for the rollout store
-        self.rejected_in_a_row = 0
-        self.last_rejected: Optional[sync.Group] = None
+        self.rejected: list[float] = []  # pass rates of the groups rejected in a row, up to now
 
     def add(self, group: sync.Group) -> None:
         """Takes in a group. Raises ValueError if its rollouts are malformed or its ticket was seen before."""
@@ -242,11 +255,10 @@ class Buffer:
         if group.dropped:
             self.finish(group.ticket)
             self.returned.append(group)
-            self.rejected_in_a_row += 1
-            self.last_rejected = group
+            self.rejected.append(sum(rollout.passes(r.task) for r in group.rollouts) / len(group.rollouts))
         else:
             self.waiting[group.ticket] = group
-            self.rejected_in_a_row = 0
+            self.rejected.clear()
 
     def drop_stale(self, version: int) -> None:
         """Groups whose oldest token is more than `max_staleness` versions old are not learned from."""
@@ -283,7 +295,7 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
     Returns None, with nothing changed, where `stopping()` turned true between two rows.
     """
     train, device = config.train, next(policy.parameters()).device
-    sums = torch.zeros(8, dtype=torch.float64)
+    sums = torch.zeros(10, dtype=torch.float64)
     peaks = torch.zeros(2, dtype=torch.float64)
     for row in batch.rows:
         if stopping():
@@ -312,6 +324,8 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
                     (r - 1 - log_ratio).sum(),
                     staleness.sum(),
                     torch.tensor(len(row.tokens), device=device),
+                    r.double().sum(),
+                    r.double().pow(2).sum(),
                 ]
             ).double().cpu()
             if len(logp):
@@ -338,6 +352,7 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
         "train/outer_clip_frac": sums[4],
         "train/mismatch_kl": sums[5],
         "train/mismatch_max": float(peaks[0]),
+        "train/ess": sums[8] ** 2 / sums[9],  # (sum r)^2 / (N sum r^2): 1 where all ratios are equal
         "train/tokens": batch.normalizer,
         "train/packing_fill": sums[7] * batch.normalizer
         / (len(batch.rows) * config.layout.trainers * train.max_tokens_per_microbatch),
@@ -381,17 +396,21 @@ class Learner:
     def open_run(self) -> None:
         saved = self.progress
         self.inbox = sync.Inbox(self.ranks.store)
+        self.truncated = list(saved.truncated)
+        self.stage = next_stage(self.config.stages, saved.stage, self.step, [], 0.0)
         learned = self.step * self.config.train.groups_per_step
         plan = [[tuple(vars(slot).values()) for slot in bucket] for bucket in self.plan]
         self.state.create(
-            counted=learned + len(saved.waiting), next_ticket=saved.next_ticket, redo=saved.redo, plan=plan
-        )
+            counted=learned + len(saved.waiting), next_ticket=saved.next_ticket, redo=saved.redo, plan=plan,
+            stage=self.stage,
+        )  # fmt: skip
         self.buffer = Buffer(self.state, self.config.staleness.max, self.prompts.vocab_size, saved)
         self.log = log.RunLog(self.config, self.step)
         self.engines = {}  # index -> (its last totals, when they came)
         self.evals: dict[int, list[sync.EvalPart]] = {}
         self.eval_asked = -1  # step of the evaluation that is under way
         self.hopeless = ""  # why waiting for another batch is in vain
+        self.collapse = ""  # the alarm that stops the run
 
     # -- waiting
 
@@ -433,13 +452,8 @@ class Learner:
             def full():
                 self.receive(timeout=0)
                 self.buffer.drop_stale(self.version)
-                if self.buffer.rejected_in_a_row >= self.config.rollout.max_rejected:
-                    last = self.buffer.last_rejected
-                    self.hopeless = (
-                        f"{self.buffer.rejected_in_a_row} groups in a row were rejected (rollout.max_rejected), the last "
-                        f"one as {last.dropped} with task scores {[r.task for r in last.rollouts][:8]}: all prompts are "
-                        "solved, or none is"
-                    )
+                if len(self.buffer.rejected) >= self.config.rollout.max_rejected:
+                    self.hopeless = nothing_to_learn(self.buffer.rejected)
                 return len(self.buffer.waiting) >= need
 
             if self.wait_for(full, "full batch"):
@@ -487,7 +501,11 @@ class Learner:
                     self.publish()
             clock.lap("sync")
             if self.ranks.is_first:
-                self.log.step(self, metrics, clock)
+                metrics |= self.move_stage()
+                raised = self.log.step(self, metrics, clock)
+                if raised and config.alarms.action == "stop":
+                    self.collapse = raised[0]
+                    self.state.ask_stop(self.collapse)
             if self.step < train.steps:
                 if config.eval.every and self.step % config.eval.every == 0:
                     self.ask_eval()
@@ -509,6 +527,27 @@ class Learner:
         if self.ranks.is_first:
             self.state.announce(self.version)
         sync.send_weights(self.parameters, self.plan, self.ranks)
+
+    def move_stage(self) -> dict:
+        """Begins the next stage of the length curriculum when it is time. The metrics of the one the step was in."""
+        config, stage = self.config, self.config.stages[self.stage]
+        metrics = {"rollout/stage": self.stage, "rollout/max_tokens": stage.max_tokens}
+        # Groups that began in an earlier stage say nothing of this one's limit.
+        groups = [group for group in self.groups + self.buffer.returned if group.stage == self.stage]
+        cut = [r.finish == "length" for group in groups for r in group.rollouts]
+        if cut:
+            self.truncated = [*self.truncated, sum(cut) / len(cut)][-GROW_OVER:]
+        after = next_stage(config.stages, self.stage, self.step, self.truncated, config.rollout.grow_when_truncated)
+        if after != self.stage:
+            limits = config.stages[after]
+            print(
+                f"stage {after} of the length curriculum after step {self.step}: max_tokens {stage.max_tokens} -> "
+                f"{limits.max_tokens}, w_len {stage.w_len:g} -> {limits.w_len:g}",
+                flush=True,
+            )
+            self.stage, self.truncated = after, []
+            self.state.enter_stage(after)
+        return metrics
 
     def ask_eval(self) -> None:
         """Starts an evaluation of the published weights; its result is logged under the current step."""
@@ -534,6 +573,7 @@ class Learner:
             self.receive(timeout=0)
             self.log.rollouts([], self.buffer.returned, self.step)
             self.buffer.returned.clear()
+            self.progress.stage, self.progress.truncated = self.stage, self.truncated
             self.progress.low, self.progress.done = self.buffer.low, sorted(self.buffer.done)
             self.progress.waiting = list(self.buffer.waiting.values())
             self.progress.next_ticket = self.state.frontier(self.state.read().started)
@@ -555,10 +595,26 @@ class Learner:
             self.log.close(finished)
             if self.hopeless:
                 raise NothingToLearn(self.hopeless)
+            if self.collapse:
+                raise Collapse(f"stopped (alarms.action=stop) by the {self.collapse}")
+
+
+def nothing_to_learn(rejected: list[float]) -> str:
+    """Why a run stops after these pass rates of groups that were rejected in a row."""
+    solved, failed = sum(rate == 1 for rate in rejected), sum(rate == 0 for rate in rejected)
+    return (
+        f"{len(rejected)} groups in a row were rejected (rollout.max_rejected): {solved} with every response right, "
+        f"{failed} with none, {len(rejected) - solved - failed} between, outside rollout.early_range or keep_range or "
+        "without variance"
+    )
 
 
 class NothingToLearn(Exception):
     """No group that is worth learning from has come for too long. The run has been saved."""
+
+
+class Collapse(Exception):
+    """An alarm has stopped the run. It has been saved, and the checkpoint from before is kept."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- main
@@ -603,7 +659,7 @@ def prepare(config: Config) -> rollout.Prompts:
 # What may change when a run goes on in its directory.
 FREE = {
     "run.name", "run.dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "layout", "sync", "eval", "engine",
-    "faults", "wandb", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
+    "faults", "wandb", "alarms", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
     "train.logprob_chunk", "rollout.max_concurrent", "rollout.responses_per_request", "rollout.grader_workers",
     "rollout.grader_timeout",
 }  # fmt: skip
@@ -691,7 +747,7 @@ def main(argv: list[str]) -> int:
             rollout.serve(config, ranks, prompts)
         else:
             Learner(config, ranks, prompts).learn()
-    except (rollout.EngineError, NothingToLearn, TimeoutError) as error:
+    except (rollout.EngineError, NothingToLearn, Collapse, TimeoutError) as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1
     except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:

@@ -8,7 +8,7 @@ import difflib
 import json
 import math
 import os
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Optional
 
 from omegaconf import OmegaConf
@@ -76,9 +76,20 @@ class Data:
 
 
 @dataclass
+class Stage:
+    """A stage of the length curriculum: the limits of the groups that begin in it."""
+
+    step: int = 0  # gradient steps taken when it begins, unless rollout.grow_when_truncated begins it sooner
+    max_tokens: int = 0  # longest response
+    w_len: Optional[float] = None  # weight of the length penalty; default: reward.w_len
+
+
+@dataclass
 class Rollout:
     group_size: int = 16  # G, responses per prompt
-    max_tokens: int = 32  # longest response
+    max_tokens: int = 32  # longest response, in training and evaluation; with stages that of the longest stage
+    stages: list[Stage] = field(default_factory=list)  # the length curriculum; empty: off
+    grow_when_truncated: float = 0.0  # share of truncated responses, over 10 steps, that begins the next stage; 0: off
     temperature: float = 1.0
     top_p: float = 1.0  # below 1 needs mask_replay
     top_k: int = 0  # 0: off; mask replay needs 2..4096 (the engine returns the ids that it kept)
@@ -143,6 +154,22 @@ class Eval:
 
 
 @dataclass
+class Alarms:
+    """Thresholds of alarms.py; 0 turns one off."""
+
+    entropy_low: float = 0.01  # train/entropy below it: the policy says one thing only
+    entropy_high: float = 4.0  # train/entropy above it: noise
+    mismatch_kl: float = 0.03  # train/mismatch_kl above it: learner and engines are no longer near the same policy
+    grad_norm: float = 10.0  # train/grad_norm (before clipping) above it
+    ess: float = 0.5  # train/ess, the effective share of the batch, below it
+    repetition: float = 0.25  # rollout/repetition, the share of responses that end in a loop, above it
+    truncated_frac: float = 0.5  # rollout/truncated_frac above it
+    after: int = 10  # gradient steps before the first that counts
+    patience: int = 3  # steps in a row beyond a threshold that make an alarm
+    action: str = "warn"  # warn: say it | stop: save, and exit with code 1
+
+
+@dataclass
 class Engine:
     args: dict[str, Any] = field(default_factory=dict)  # go to sglang.launch_server unchanged (underscores become dashes)
 
@@ -174,10 +201,17 @@ class Config:
     staleness: Staleness = field(default_factory=Staleness)
     sync: Sync = field(default_factory=Sync)
     eval: Eval = field(default_factory=Eval)
+    alarms: Alarms = field(default_factory=Alarms)
     engine: Engine = field(default_factory=Engine)
     faults: Faults = field(default_factory=Faults)
     wandb: Wandb = field(default_factory=Wandb)
     dry_run: bool = False  # validate, print the resolved config, the rank table and the memory estimate, exit 0
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The length curriculum with every value filled in; without one, a single stage."""
+        stages = self.rollout.stages or [Stage(0, self.rollout.max_tokens)]
+        return [replace(s, w_len=self.reward.w_len if s.w_len is None else s.w_len) for s in stages]
 
     @property
     def groups_per_update(self) -> int:
@@ -215,6 +249,7 @@ RULES = {
     "layout.threads": _NOT_NEGATIVE,
     "rollout.group_size": ("must be at least 2: an advantage is relative to the group", lambda v: v >= 2),
     "rollout.max_tokens": _POSITIVE,
+    "rollout.grow_when_truncated": _between(0, 1),
     "rollout.temperature": ("must be above 0: a greedy sampler has no logprobs to learn from", lambda v: v > 0),
     "rollout.top_p": ("must be above 0 and at most 1", lambda v: 0 < v <= 1),
     "rollout.top_k": _between(0, 4096),
@@ -253,6 +288,16 @@ RULES = {
     "eval.prompts": _POSITIVE,
     "eval.k": _POSITIVE,
     "eval.temperature": _ABOVE_ZERO,
+    "alarms.entropy_low": _NOT_NEGATIVE,
+    "alarms.entropy_high": _NOT_NEGATIVE,
+    "alarms.mismatch_kl": _NOT_NEGATIVE,
+    "alarms.grad_norm": _NOT_NEGATIVE,
+    "alarms.ess": _between(0, 1),
+    "alarms.repetition": _between(0, 1),
+    "alarms.truncated_frac": _between(0, 1),
+    "alarms.after": _NOT_NEGATIVE,
+    "alarms.patience": _POSITIVE,
+    "alarms.action": _one_of("warn", "stop"),
     "faults.start_timeout": _ABOVE_ZERO,
     "faults.request_timeout": _ABOVE_ZERO,
     "faults.sync_timeout": _ABOVE_ZERO,
@@ -321,11 +366,14 @@ def check(config: Config) -> None:
         raise ConfigError(f"rollout.early_size: must be below rollout.group_size={rollout.group_size}")
     if rollout.max_concurrent < rollout.group_size:
         raise ConfigError(f"rollout.max_concurrent: must hold one group of {rollout.group_size}")
+    check_stages(rollout)
     if train.r_min >= 1 - train.eps:
         raise ConfigError(f"train.r_min: must be below 1 - train.eps = {1 - train.eps:g}, not {train.r_min:g}")
     if train.r_max < 1 / (1 - train.eps) + train.k_max:
         widest = 1 / (1 - train.eps) + train.k_max
         raise ConfigError(f"train.r_max: must not be below 1/(1 - train.eps) + train.k_max = {widest:g}, not {train.r_max:g}")
+    if 0 < config.alarms.entropy_high <= config.alarms.entropy_low:
+        raise ConfigError(f"alarms.entropy_high: must be above alarms.entropy_low={config.alarms.entropy_low:g}, or 0")
     if not config.data.train or not config.data.eval:
         raise ConfigError("data.train and data.eval: each needs at least one source")
     for split in ("train", "eval"):
@@ -336,6 +384,31 @@ def check(config: Config) -> None:
                 raise ConfigError(f"data.{split}[{i}].weight: must be above 0, not {source.weight}")
             if "{prompt}" not in source.instruction:
                 raise ConfigError(f"data.{split}[{i}].instruction: must contain {{prompt}}")
+
+
+def check_stages(rollout: Rollout) -> None:
+    """Raises ConfigError if the length curriculum contradicts itself."""
+    stages = rollout.stages
+    if not stages:
+        if rollout.grow_when_truncated:
+            raise ConfigError("rollout.grow_when_truncated: needs rollout.stages to grow through")
+        return
+    for i, stage in enumerate(stages):
+        name = f"rollout.stages[{i}]"
+        if stage.max_tokens < 1:
+            raise ConfigError(f"{name}.max_tokens: must be at least 1, not {stage.max_tokens}")
+        if stage.w_len is not None and not 0 <= stage.w_len < math.inf:
+            raise ConfigError(f"{name}.w_len: must not be negative, not {stage.w_len}")
+        if i == 0 and stage.step != 0:
+            raise ConfigError(f"{name}.step: the first stage begins at step 0, not {stage.step}")
+        if i > 0 and stage.step <= stages[i - 1].step:
+            raise ConfigError(f"{name}.step: must be above that of the stage before, {stages[i - 1].step}")
+    longest = max(stage.max_tokens for stage in stages)
+    if rollout.max_tokens != longest:
+        raise ConfigError(
+            f"rollout.max_tokens: must be {longest}, that of the longest of rollout.stages, not {rollout.max_tokens}: "
+            "prompts must leave room for it from the start"
+        )
 
 
 def to_yaml(config: Config) -> str:
@@ -375,10 +448,10 @@ def _one_line(error: Exception) -> str:
 
 def _unknown_key(error: ConfigKeyError | ConfigAttributeError, assigned: str) -> str:
     key, valid = error.full_key, keys()
-    if error.object_type is Source:
+    if error.object_type in (Source, Stage):
         if not key.startswith(assigned):  # OmegaConf checks the entries of a list before it knows where they belong
             key = f"{assigned}[...].{key}"
-        valid = [f"{key.rpartition('.')[0]}.{f.name}" for f in fields(Source)]
+        valid = [f"{key.rpartition('.')[0]}.{f.name}" for f in fields(error.object_type)]
     # the same name in another section is a likelier mistake than a similar name in this one
     moved = [k for k in valid if k.rpartition(".")[2] == key.rpartition(".")[2]]
     nearest = moved or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)

@@ -53,12 +53,18 @@ def step(run_log, n, learned=1, returned=0, **metrics):
             r.task = r.reward = 0.0
     stats = sync.EngineStats(0, 2.0 * n, 1.5 * n, 100 * n, 40 * n, 30 * n, 0.25)
     buffer = types.SimpleNamespace(returned=dropped)
-    learner = types.SimpleNamespace(step=n, version=n, groups=groups, buffer=buffer, engines={0: (stats, math.inf)})
+    learner = types.SimpleNamespace(
+        step=n, version=n, groups=groups, buffer=buffer, engines={0: (stats, math.inf)},
+        prompts=types.SimpleNamespace(vocab_size=100),
+    )  # fmt: skip
     clock = log.Clock()
     clock.start()
     for part in ("wait", "train", "sync"):
         clock.lap(part)
-    made_up = {"train/entropy": 1.0, "train/lr": 0.5, "train/tokens": 4, "staleness/mean": 0.5}
+    made_up = {
+        "train/entropy": 1.0, "train/mismatch_kl": 0.0, "train/grad_norm": 1.0, "train/ess": 1.0, "train/lr": 0.5,
+        "train/tokens": 4, "staleness/mean": 0.5,
+    }  # fmt: skip
     run_log.step(learner, made_up | metrics, clock)
     return learner
 
@@ -118,7 +124,9 @@ def test_fresh_run_directory_and_one_that_holds_nothing_yet(cfg, recorder, tmp_p
 
 CONTRACT = """
     rollout/pass_rate rollout/reward rollout/reward_task rollout/reward_lang rollout/reward_len rollout/length
-    rollout/truncated_frac rollout/zero_std_frac rollout/gated_frac rollout/prefix_hit_rate rollout/tokens_per_s
+    train/ess rollout/repetition alarm rollout/gated_tokens rollout/gated_tokens_frac rollout/gated_early_frac
+    rollout/gated_full_frac rollout/truncated_frac rollout/zero_std_frac rollout/gated_frac rollout/prefix_hit_rate
+    rollout/tokens_per_s
     staleness/mean staleness/dropped version time/step time/wait time/train time/sync time/sync_pause idle/trainer
     idle/engine engine/alive engine/restarts engine/retried step
 """.split()

@@ -30,7 +30,9 @@ METRICS = """
     train/loss train/grad_norm train/lr train/entropy train/clip_k train/clip_low_frac train/clip_high_frac
     train/outer_clip_frac train/mismatch_kl train/mismatch_max train/tokens train/packing_fill
     rollout/pass_rate rollout/reward rollout/reward_task rollout/reward_lang rollout/reward_len rollout/length
-    rollout/truncated_frac rollout/zero_std_frac rollout/gated_frac rollout/prefix_hit_rate rollout/tokens_per_s
+    train/ess rollout/repetition alarm rollout/stage rollout/max_tokens rollout/gated_tokens rollout/gated_tokens_frac
+    rollout/gated_early_frac rollout/gated_full_frac rollout/truncated_frac rollout/zero_std_frac rollout/gated_frac
+    rollout/prefix_hit_rate rollout/tokens_per_s
     staleness/mean staleness/max staleness/dropped version step
     time/step time/wait time/train time/sync time/sync_pause idle/trainer idle/engine
     engine/alive engine/restarts engine/retried

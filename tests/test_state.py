@@ -8,6 +8,7 @@ import random
 import threading
 import types
 import weakref
+import zlib
 
 import msgspec
 import numpy as np
@@ -311,9 +312,8 @@ def test_groups_survive_the_way_with_their_types():
     group = tiny.group(rng, 7, size=3, kept=4)
     group.prompt = [{"role": "user", "content": "1+1="}]
     group.rollouts[0].failure = "the grader timed out"
-    group.rollouts[1].kept_counts = group.rollouts[1].kept_ids = None
     (copy,) = sync.decode_groups(sync.encode([group]))
-    for made in (sync.decode(sync.encode(group)), copy):
+    for made in (sync.decode(sync.encode(group)), copy, sync.decode(sync.encode(copy))):
         for name in ("ticket", "engine", "prompt_id", "source", "prompt", "dropped"):
             assert getattr(made, name) == getattr(group, name)
         for sent, got in zip(group.rollouts, made.rollouts, strict=True):
@@ -324,6 +324,42 @@ def test_groups_survive_the_way_with_their_types():
                 else:
                     assert after == before, name
             got.check(100)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), vocab=st.sampled_from([2, 300, 49152, 300_000]), kept=st.integers(1, 300),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+)  # fmt: skip
+def test_masks_come_out_as_they_went_in(seed, vocab, kept, lengths):
+    rng = np.random.default_rng(seed)
+    rollouts = [tiny.rollout(rng, int(rng.integers(1, 5)), n, vocab=vocab, kept=1) for n in lengths]
+    for r in rollouts:  # any ascending ids that hold the sampled one
+        sets = [np.union1d(rng.integers(0, vocab, int(rng.integers(0, kept))), t) for t in r.tokens[r.mask == 1]]
+        r.kept_counts[r.mask == 1] = [len(s) for s in sets]
+        r.kept_ids = np.concatenate(sets).astype(np.int32)
+    group = sync.Group(0, 0, "p", "p", "q", rollouts)
+    before = [(r.kept_counts.copy(), r.kept_ids.copy()) for r in rollouts]
+    made = sync.decode(sync.encode(group))
+    for (counts, ids), sent, got in zip(before, group.rollouts, made.rollouts, strict=True):
+        for r in (sent, got):
+            r.check(vocab)
+            assert r.kept_ids.dtype == np.int32 and r.kept_ids.tolist() == ids.tolist()
+            assert r.kept_counts.dtype == np.uint16 and r.kept_counts.tolist() == counts.tolist()
+    assert made.mask_bytes == len(sync.pack_masks(rollouts)) and made.masks is None
+
+
+def test_masks_that_do_not_fit_are_an_error():
+    group = tiny.group(np.random.default_rng(0), 0, kept=4)
+    packed, more = sync.pack_masks(group.rollouts), tiny.group(np.random.default_rng(0), 0, size=3, kept=4)
+    content = zlib.decompress(packed)
+    wrong = [(packed, more), (packed[:-1], group), (b"", group), (zlib.compress(content + b"\0"), group)]
+    for masks, other in wrong + [(zlib.compress(content[:-1]), group)]:
+        with pytest.raises(msgspec.DecodeError):
+            sync.unpack_masks(masks, other.rollouts)
+    group.rollouts[1].kept_counts = group.rollouts[1].kept_ids = None
+    with pytest.raises(ValueError, match="1 of 2 rollouts"):
+        sync.encode(group)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +425,8 @@ MALFORMED = {
     "kept id beyond the vocabulary": dict(kept_ids=put(1, 100)),
     "kept ids missing": dict(kept_ids=None),
     "kept counts missing": dict(kept_counts=None),
+    "kept id twice": dict(kept_ids=lambda a: np.r_[a[0], a[1], a[1], a[3:]]),
+    "kept ids descend": dict(kept_ids=lambda a: np.r_[a[0], a[2], a[1], a[3:]]),
     "sampled id not kept": dict(kept_ids=lambda a: np.r_[(a[:1] + 1) % 100, a[1:]]),
 }
 

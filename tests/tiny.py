@@ -39,11 +39,11 @@ def rollout(rng, prompt: int = 3, response: int = 5, *, vocab=100, version=0, re
     versions[prompt:] = version
     reward = float(rng.integers(0, 2)) if reward is None else reward
     made = sync.Rollout(tokens, mask, logp, versions, "text", finish, reward, reward, {"lang": 1.0, "len": 0.0})
-    if kept:  # 1, 2, .. `kept` ids, and again; the sampled one first
+    if kept:  # 1, 2, .. `kept` ids, and again
         counts = 1 + np.arange(response) % kept
         made.kept_counts = np.r_[np.zeros(prompt), counts].astype(np.uint16)
         others = [rng.permutation(np.delete(np.arange(vocab), token)) for token in tokens[prompt:]]
-        ids = [[token, *other[: n - 1]] for token, other, n in zip(tokens[prompt:], others, counts)]
+        ids = [sorted([token, *other[: n - 1]]) for token, other, n in zip(tokens[prompt:], others, counts)]
         made.kept_ids = np.concatenate(ids).astype(np.int32)
     return made
 
