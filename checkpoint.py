@@ -173,8 +173,8 @@ def export_hf(
         index.update({parameter: name for parameter in shard})
         shard, size = {}, 0
 
-    for name, parameter in sync.published_parameters(lm).items():
-        full = sync.full_tensor(parameter)  # a collective call: every learner rank takes part
+    tensors = sync.published_tensors(sync.published_parameters(lm))  # every learner rank takes part
+    for name, full in tensors:
         if ranks.is_first:
             shard[name] = full.to(getattr(torch, dtype)).cpu().contiguous()
             size += shard[name].nbytes

@@ -9,6 +9,8 @@ without taking the rank and its process group along.
 """
 
 import asyncio
+import base64
+import binascii
 import ctypes
 import json
 import os
@@ -31,6 +33,7 @@ import data
 import sync
 from configs.schema import Config, ConfigError, Stage
 from rewards import GraderPool, foreign_words, shape
+from routing import Routing, routing_of
 
 POLL = 0.01  # seconds between looks at the run state
 
@@ -75,6 +78,8 @@ class Server:
             args["context_length"] = config.model.context_length
         if config.rollout.mask_replay:
             args["sampling_backend"] = "pytorch"
+        if config.rollout.routing_replay:
+            args["enable_return_routed_experts"] = True
         if torch.cuda.is_available():
             args["base_gpu_id"] = base_gpu
         else:
@@ -179,6 +184,7 @@ class Server:
             },
             "return_logprob": True,
             "return_sampling_mask": sampling.mask_replay,
+            "return_routed_experts": sampling.routing is not None,
             "extra_key": str(self.version),
         }
         status, content = await self.ask("/generate", body)
@@ -317,6 +323,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     mask_replay: bool = False
+    routing: Optional[Routing] = None  # routing replay
 
 
 @dataclass
@@ -329,6 +336,7 @@ class Response:
     cached_tokens: int
     kept_counts: Optional[np.ndarray] = None  # [R] uint16
     kept_ids: Optional[np.ndarray] = None  # [sum of kept_counts] int32
+    experts: Optional[np.ndarray] = None  # [prompt + R - 1, layers, top_k] uint8 or uint16
 
 
 def parse_response(answer: dict, sampling: Sampling) -> Response:
@@ -355,7 +363,24 @@ def parse_response(answer: dict, sampling: Sampling) -> Response:
         versions[span["start"] : span["end"]] = int(span["version"])
     if (versions < 0).any():
         raise EngineError(f"weight versions {meta['weight_versions']} do not cover the {len(ids)} tokens of a response")
-    return Response(ids, logp, versions, finish, meta["prompt_tokens"], meta["cached_tokens"], kept_counts, kept_ids)
+    experts = None
+    if sampling.routing:
+        experts = parse_experts(meta, meta["prompt_tokens"] + len(ids) - 1, sampling.routing)
+    return Response(
+        ids, logp, versions, finish, meta["prompt_tokens"], meta["cached_tokens"], kept_counts, kept_ids, experts
+    )
+
+
+def parse_experts(meta: dict, tokens: int, model: Routing) -> np.ndarray:
+    """The experts that each of `tokens` tokens went to, [tokens, layers, top_k]. Raises EngineError where they are not
+    what the model can choose."""
+    try:
+        flat = np.frombuffer(base64.b64decode(meta["routed_experts"], validate=True), dtype=np.int32)
+        experts = flat.reshape(tokens, model.layers, model.top_k)
+        model.check(experts, tokens)
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise EngineError(f"the routed experts of {tokens} tokens are not usable: {error!r}") from error
+    return experts.astype(model.dtype)
 
 
 def to_rollout(prompt: list[int], response: Response, text: str, task: float, failure: Optional[str]) -> sync.Rollout:
@@ -376,6 +401,7 @@ def to_rollout(prompt: list[int], response: Response, text: str, task: float, fa
         failure=failure,
         kept_counts=None if response.kept_counts is None else after_prompt(response.kept_counts, 0),
         kept_ids=response.kept_ids,
+        experts=response.experts,
     )
 
 
@@ -413,6 +439,7 @@ class Prompts:
     stop_ids: list[int]
     skipped: int  # prompts of local data that were left out because they are longer than `room`
     room: int  # tokens of the longest prompt that leaves room for a response
+    routing: Optional[Routing] = None  # of the model, where it is replayed
 
     def ids(self, row: data.Row) -> list[int]:
         return data.render(row.prompt, self.tokenizer, self.template)
@@ -463,6 +490,7 @@ def open_prompts(config: Config) -> Prompts:
         stop_ids=[eos] if isinstance(eos, int) else list(eos),
         skipped=train.skipped + evaluation.skipped,
         room=room,
+        routing=routing_of(model_config, path) if config.rollout.routing_replay else None,
     )
 
 
@@ -477,7 +505,9 @@ class EngineRank:
         self.server = Server(config, prompts.model_path, self.engine, prompts.stop_ids, log_path)
         self.state = sync.RunState(ranks.store, config.staleness.max, config.groups_per_update)
         self.samplings = [  # one per stage of the length curriculum
-            Sampling(rollout.temperature, stage.max_tokens, rollout.top_p, rollout.top_k, rollout.mask_replay)
+            Sampling(
+                rollout.temperature, stage.max_tokens, rollout.top_p, rollout.top_k, rollout.mask_replay, prompts.routing
+            )
             for stage in config.stages
         ]
         # Always the longest limit: held-out numbers of one run are comparable, and no rise of theirs is a raised limit.
@@ -592,7 +622,7 @@ class EngineRank:
                 dropped = "keep_gate"
         self.shape_rewards(row, rollouts, self.config.stages[stage])
         for rollout in rollouts:
-            rollout.check(self.prompts.vocab_size)
+            rollout.check(self.prompts.vocab_size, self.prompts.routing)
         if dropped:
             self.state.give_back()
         self.outbox.send(

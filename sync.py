@@ -24,8 +24,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import zmq
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from configs.schema import Config, ConfigError
+from routing import Routing
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
@@ -229,6 +232,8 @@ class Rollout(msgspec.Struct):
     policy (the end-of-sequence token included); only there behaviour_logp and versions mean something.
     kept_counts [T], kept_ids [sum of kept_counts]: the ids that the sampler kept at each sampled token, ascending (mask
     replay).
+    experts [T - 1, layers, top_k]: where the engine routed each token but the last, which it never computed
+    (routing replay).
     """
 
     tokens: np.ndarray  # int32
@@ -243,8 +248,9 @@ class Rollout(msgspec.Struct):
     failure: Optional[str] = None  # why grading failed, where it did (the score is then 0)
     kept_counts: Optional[np.ndarray] = None  # uint16
     kept_ids: Optional[np.ndarray] = None  # int32
+    experts: Optional[np.ndarray] = None  # uint8, or uint16 above 256 experts
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, vocab_size: int, routing: Optional[Routing] = None) -> None:
         """Raises ValueError if the parts of the rollout do not fit together: nothing is padded or guessed."""
         lengths = {len(self.tokens), len(self.mask), len(self.behaviour_logp), len(self.versions)}
         sampled = self.mask == 1
@@ -261,6 +267,10 @@ class Rollout(msgspec.Struct):
             raise ValueError("rollout with a sampled token of unknown version")
         if not np.isfinite([self.task, self.reward]).all():
             raise ValueError(f"rollout with task score {self.task} and reward {self.reward}")
+        if (self.experts is None) != (routing is None):
+            raise ValueError(f"rollout {'with' if routing is None else 'without'} routed experts")
+        if routing is not None:
+            routing.check(self.experts, len(self.tokens) - 1)
         if self.kept_counts is None and self.kept_ids is None:
             return
         if self.kept_counts is None or self.kept_ids is None or len(self.kept_counts) != len(self.tokens):
@@ -379,15 +389,15 @@ def _unpacked(group: Group) -> Group:
     return group
 
 
-def _to_wire(array) -> tuple[str, bytes]:
+def _to_wire(array) -> tuple:
     if isinstance(array, np.ndarray):
-        return array.dtype.str, array.tobytes()
+        return array.dtype.str, array.tobytes(), *array.shape
     raise NotImplementedError(type(array))
 
 
-def _from_wire(kind, pair):
-    dtype, content = pair
-    return np.frombuffer(content, dtype=np.dtype(dtype))
+def _from_wire(kind, parts):
+    dtype, content, *shape = parts
+    return np.frombuffer(content, dtype=np.dtype(dtype)).reshape(shape or -1)  # older checkpoints name no shape
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
@@ -483,9 +493,48 @@ def bucket_nbytes(bucket: list[Slot]) -> int:
 
 
 def published_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that an engine loads, by their names in the HF checkpoint; a tied output head is listed once
-    (named_parameters skips it), under the name of the embedding."""
+    """The parameters that an engine loads; a tied output head is listed once (named_parameters skips it), under the name
+    of the embedding."""
     return dict(model.named_parameters())
+
+
+def as_in_checkpoint(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A parameter by its names in the HF checkpoint, which are the ones that an engine loads: itself, except for the
+    experts of a MoE layer. transformers holds those in two parameters, [experts, rows, columns], and a checkpoint in three
+    matrices for each expert. Views, nothing is copied."""
+    layer, _, kind = name.rpartition(".experts.")
+    if kind not in ("gate_up_proj", "down_proj"):
+        return {name: tensor}
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    return {
+        f"{layer}.experts.{i}.{part}.weight": matrix
+        for i, expert in enumerate(tensor)
+        for part, matrix in zip(parts, expert.chunk(len(parts)))
+    }
+
+
+def published_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """What an engine loads, in the order of `published_tensors`. Raises ConfigError where transformers would save the model
+    under other names, as it does for MoE models of other families."""
+    shapes = {}
+    for name, parameter in published_parameters(model).items():
+        held = torch.empty(parameter.shape, device="meta")
+        ours = {n: tuple(t.shape) for n, t in as_in_checkpoint(name, held).items()}
+        saved = {n: tuple(t.shape) for n, t in revert_weight_conversion(model, {name: held}).items()}
+        if ours != saved:
+            raise ConfigError(
+                f"model.path: a {model.config.model_type} checkpoint holds {name} as {next(iter(saved))}, which "
+                "sync.as_in_checkpoint does not know; choose another model"
+            )
+        shapes |= ours
+    return shapes
+
+
+def published_tensors(parameters: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors by their names in the HF checkpoint. Each parameter is gathered once, when the first of its tensors is
+    asked for (a collective call over the learner ranks)."""
+    for name, parameter in parameters.items():
+        yield from as_in_checkpoint(name, full_tensor(parameter)).items()
 
 
 def bucket_buffers(plan: list[list[Slot]], ranks: Ranks) -> list[torch.Tensor]:
@@ -509,12 +558,15 @@ def send_weights(parameters: dict[str, torch.nn.Parameter], plan: list[list[Slot
     Two buckets exist at a time: while one travels, the next is gathered, cast and packed.
     """
     flat = bucket_buffers(plan, ranks) if ranks.is_first else []
+    tensors = published_tensors(parameters)  # in the order of the plan
     travelling: list[Optional[dist.Work]] = [None, None]
     for i, bucket in enumerate(plan):
         if travelling[i % 2] is not None:
             travelling[i % 2].wait()
         for slot in bucket:
-            full = full_tensor(parameters[slot.name])
+            name, full = next(tensors)
+            if name != slot.name:
+                raise ValueError(f"the plan has {slot.name} where the policy has {name}")
             if ranks.is_first:
                 place = flat[i % 2][slot.start : slot.start + slot.nbytes]
                 place.view(getattr(torch, slot.dtype)).copy_(full.reshape(-1))
@@ -540,6 +592,8 @@ def unpack(flat: torch.Tensor, bucket: list[Slot]) -> dict[str, torch.Tensor]:
 
 # How SGLang stores what a HF checkpoint keeps apart: one matrix for several, their rows one after another.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# All experts of a layer likewise, in two parameters.
+FUSED_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 VOCAB_PADDING = 64  # SGLang pads the rows of an embedding to a multiple of this, with zeros
 
 
@@ -547,10 +601,8 @@ def engine_checksums(sent: dict[str, torch.Tensor]) -> dict[str, str]:
     """The checksum that SGLang's /weights_checker must report for each parameter, computed from the parameters as the
     learner sent them (CPU tensors by HF name): the first 8 bytes of the SHA-256 of its bytes, in hex."""
     held: dict[str, list[torch.Tensor]] = {}
-    for name in sorted(sent, key=_place_in_fused):
-        module = name.split(".")[-2]
-        fused = next((f for f, parts in FUSED.items() if module in parts), module)
-        held.setdefault(name.replace(f".{module}.", f".{fused}."), []).append(sent[name])
+    for name in sorted(sent, key=_place_in_engine):
+        held.setdefault(_place_in_engine(name)[0], []).append(sent[name])
     checksums = {}
     for name, parts in held.items():
         digest = hashlib.sha256()
@@ -563,6 +615,13 @@ def engine_checksums(sent: dict[str, torch.Tensor]) -> dict[str, str]:
     return checksums
 
 
-def _place_in_fused(name: str) -> int:
-    module = name.split(".")[-2]
-    return next((parts.index(module) for parts in FUSED.values() if module in parts), 0)
+def _place_in_engine(name: str) -> tuple[str, int, int]:
+    """The engine's parameter that holds a tensor of the checkpoint, the tensor's expert, its part of that."""
+    *path, module, kind = name.split(".")
+    if path[-2:-1] == ["experts"]:  # model.layers.0.mlp.experts.7.down_proj.weight
+        fused = next(f for f, parts in FUSED_EXPERTS.items() if module in parts)
+        return ".".join([*path[:-1], fused]), int(path[-1]), FUSED_EXPERTS[fused].index(module)
+    fused = next((f for f, parts in FUSED.items() if module in parts), None)
+    if fused is None:
+        return name, 0, 0
+    return ".".join([*path, fused, kind]), 0, FUSED[fused].index(module)

@@ -38,6 +38,7 @@ import checkpoint
 import log
 import pretrain
 import rollout
+import routing
 import sync
 from configs import schema
 from configs.schema import Config, ConfigError, Stage
@@ -99,18 +100,27 @@ def token_logp(
 
 
 class Policy(nn.Module):
-    """A causal language model that answers with logprobs: a [tokens, vocabulary] tensor never exists."""
+    """A causal language model that answers with logprobs: a [tokens, vocabulary] tensor never exists.
 
-    def __init__(self, lm: nn.Module, temperature: float, chunk: int):
+    With `replay` its routers take the experts that each row brings.
+    """
+
+    def __init__(self, lm: nn.Module, temperature: float, chunk: int, replay: bool = False):
         super().__init__()
         self.lm = lm
         self.temperature = temperature
         self.chunk = chunk
+        self.routers = routing.attach(lm) if replay else ()  # a tuple or list: not a second path to them
 
     def forward(self, row: "Row") -> torch.Tensor:
         """The logprob of every sampled token of a packed row, [N]."""
+        if bool(self.routers) != (row.experts is not None):
+            raise ValueError("routing replay needs a row with experts, and only it takes one")
+        replayed = {"routed_experts": row.experts} if self.routers else {}
         # use_cache=False: with a cache, transformers would let the packed sequences see each other
-        out = self.lm.base_model(input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False)
+        out = self.lm.base_model(
+            input_ids=row.tokens[None], position_ids=row.positions[None], use_cache=False, **replayed
+        )
         hidden = out.last_hidden_state[0, row.predictors]  # [N, d]
         logps = []
         for i in range(0, max(1, len(row.targets)), self.chunk):  # an empty row takes part too, in FSDP's collectives
@@ -131,7 +141,7 @@ def load_policy(config: Config, ranks: sync.Ranks) -> Policy:
         config.model.path, dtype=torch.float32, attn_implementation=config.model.attention
     )
     lm.train()
-    policy = Policy(lm, config.rollout.temperature, config.train.logprob_chunk)
+    policy = Policy(lm, config.rollout.temperature, config.train.logprob_chunk, config.rollout.routing_replay)
     if config.model.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mesh = DeviceMesh.from_group(
@@ -162,6 +172,7 @@ class Row:
     versions: torch.Tensor  # [N] int64
     sequence: torch.Tensor  # [N] int64: which of the row's sequences it belongs to
     kept: Optional[torch.Tensor] = None  # [N, K] int64, padded with -1
+    experts: Optional[torch.Tensor] = None  # [T, layers, top_k] int16, -1 where the engine chose none
 
     def to(self, device: torch.device) -> "Row":
         return Row(*(None if t is None else t.to(device) for t in vars(self).values()))
@@ -191,6 +202,12 @@ def make_row(rollouts: list[sync.Rollout], advantages: list[float]) -> Row:
         flat = torch.from_numpy(np.concatenate([r.kept_ids for r in rollouts]).astype(np.int64))
         kept = torch.full((len(counts), int(counts.max())), -1)
         kept[torch.arange(kept.shape[1])[None] < torch.from_numpy(counts)[:, None]] = flat
+    experts = None
+    if rollouts[0].experts is not None:
+        # The engine never computes the last token of a sequence. In the learner it goes where the learner's own router
+        # sends it: it predicts nothing, and no other token attends to it.
+        nothing = np.full((1, *rollouts[0].experts.shape[1:]), -1, dtype=np.int16)
+        experts = torch.from_numpy(np.concatenate([e for r in rollouts for e in (r.experts.astype(np.int16), nothing)]))
     return Row(
         tokens=tokens,
         positions=torch.from_numpy(np.concatenate([np.arange(len(r.tokens)) for r in rollouts])),
@@ -201,6 +218,7 @@ def make_row(rollouts: list[sync.Rollout], advantages: list[float]) -> Row:
         versions=torch.from_numpy(np.concatenate([r.versions for r in rollouts])[sampled].astype(np.int64)),
         sequence=torch.from_numpy(np.repeat(np.arange(len(rollouts)), [r.mask.sum() for r in rollouts])),
         kept=kept,
+        experts=experts,
     )
 
 
@@ -208,9 +226,11 @@ def empty_row(like: Row) -> Row:
     """A row without a sampled token, for a rank that has fewer rows than its peers: FSDP's collectives need it."""
     nothing = slice(0, 0)
     kept = None if like.kept is None else like.kept[nothing]
+    experts = None if like.experts is None else torch.full_like(like.experts[:1], -1)
     return Row(
         like.tokens[:1], like.positions[:1], like.predictors[nothing], like.targets[nothing],
         like.behaviour_logp[nothing], like.advantages[nothing], like.versions[nothing], like.sequence[nothing], kept,
+        experts,
     )  # fmt: skip
 
 
@@ -236,10 +256,14 @@ def make_batches(
 class Buffer:
     """Rank 0's store of finished groups, and the account of every ticket: learned, returned, or waiting here."""
 
-    def __init__(self, state: sync.RunState, max_staleness: int, vocab_size: int, saved: checkpoint.Progress):
+    def __init__(
+        self, state: sync.RunState, max_staleness: int, vocab_size: int, saved: checkpoint.Progress,
+        replay: Optional[routing.Routing] = None,
+    ):  # fmt: skip
         self.state = state
         self.max_staleness = max_staleness
         self.vocab_size = vocab_size
+        self.replay = replay
         self.waiting: dict[int, sync.Group] = {g.ticket: g for g in saved.waiting}  # by ticket
         self.done: set[int] = set(saved.done)  # tickets learned from or returned, at or above `low`
         self.low = saved.low  # every ticket below it is done
@@ -251,7 +275,7 @@ class Buffer:
         if group.ticket < self.low or group.ticket in self.done or group.ticket in self.waiting:
             raise ValueError(f"ticket {group.ticket} of engine {group.engine} has arrived twice")
         for r in group.rollouts:
-            r.check(self.vocab_size)
+            r.check(self.vocab_size, self.replay)
         if group.dropped:
             self.finish(group.ticket)
             self.returned.append(group)
@@ -297,6 +321,7 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
     train, device = config.train, next(policy.parameters()).device
     sums = torch.zeros(10, dtype=torch.float64)
     peaks = torch.zeros(2, dtype=torch.float64)
+    rerouted = torch.zeros(2, dtype=torch.float64)  # (token, layer) pairs: replay changed the choice; all
     for row in batch.rows:
         if stopping():
             optimizer.zero_grad(set_to_none=True)
@@ -309,6 +334,8 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
         )  # fmt: skip
         # FSDP averages over ranks, the normaliser is global: the product undoes the average.
         (loss * config.layout.trainers).backward()
+        if policy.routers:
+            rerouted += routing.changed(policy.routers, row.experts).cpu()
         with torch.no_grad():
             log_ratio = logp - row.behaviour_logp
             r = importance_ratio(logp, row.behaviour_logp)
@@ -334,6 +361,7 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
         group = policy_group(policy)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(rerouted, group=group)
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), train.clip_grad)
     grad_norm = float(sync.full_tensor(grad_norm))
     if not math.isfinite(grad_norm):
@@ -341,7 +369,8 @@ def gradient_step(policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     sums = (sums / batch.normalizer).tolist()
-    return {
+    replay = {"train/routing_changed_frac": float(rerouted[0] / rerouted[1])} if policy.routers else {}
+    return replay | {
         "train/loss": sums[0],
         "train/grad_norm": grad_norm,
         "train/lr": optimizer.param_groups[0]["lr"],
@@ -386,8 +415,7 @@ class Learner:
         self.saved_step = checkpoint.latest(config.run.dir)
         self.version = self.step // train.steps_per_update
         self.parameters = sync.published_parameters(self.policy.lm)
-        shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.plan = sync.plan_buckets(shapes, config.model.dtype, config.sync.bucket_mb << 20)
+        self.plan = sync.plan_buckets(sync.published_shapes(self.policy.lm), config.model.dtype, config.sync.bucket_mb << 20)
         self.state = sync.RunState(ranks.store, config.staleness.max, config.groups_per_update)
         if ranks.is_first:
             self.open_run()
@@ -404,7 +432,9 @@ class Learner:
             counted=learned + len(saved.waiting), next_ticket=saved.next_ticket, redo=saved.redo, plan=plan,
             stage=self.stage,
         )  # fmt: skip
-        self.buffer = Buffer(self.state, self.config.staleness.max, self.prompts.vocab_size, saved)
+        self.buffer = Buffer(
+            self.state, self.config.staleness.max, self.prompts.vocab_size, saved, self.prompts.routing
+        )
         self.log = log.RunLog(self.config, self.step)
         self.engines = {}  # index -> (its last totals, when they came)
         self.evals: dict[int, list[sync.EvalPart]] = {}
@@ -630,10 +660,15 @@ def print_ranks(config: Config) -> None:
     sys.stdout.flush()
 
 
+def shapes_only(config: Config) -> nn.Module:
+    """The model without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+
+
 def memory_estimate(config: Config) -> str:
     """Bytes by arithmetic, from the shapes alone."""
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+    lm = shapes_only(config)
     n = sum(p.numel() for p in lm.parameters())
     itemsize = getattr(torch, config.model.dtype).itemsize
     learner = 16 * n / config.layout.trainers
@@ -652,6 +687,7 @@ def prepare(config: Config) -> rollout.Prompts:
     if config.model.path == pretrain.PATH:
         pretrain.ensure()
     prompts = rollout.open_prompts(config)
+    sync.published_shapes(shapes_only(config))
     check_run_dir(config)
     return prompts
 

@@ -70,8 +70,7 @@ def learner(config: schema.Config, port: int, repeats: int, pipe) -> None:
     ranks = join(config, 0, port)
     policy = train.load_policy(config, ranks)
     parameters = sync.published_parameters(policy.lm)
-    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    plan = sync.plan_buckets(shapes, "float32", config.sync.bucket_mb << 20)
+    plan = sync.plan_buckets(sync.published_shapes(policy.lm), "float32", config.sync.bucket_mb << 20)
     pipe.send(plan)
     peaks = []
     for _ in range(repeats):

@@ -94,6 +94,7 @@ class Rollout:
     top_p: float = 1.0  # below 1 needs mask_replay
     top_k: int = 0  # 0: off; mask replay needs 2..4096 (the engine returns the ids that it kept)
     mask_replay: bool = False  # the learner normalises over exactly the ids that the sampler kept
+    routing_replay: bool = False  # MoE: the learner routes each token through the experts that the engine chose
     max_concurrent: int = 128  # responses that one engine generates at a time
     responses_per_request: int = 1  # 1: room is free as soon as a response ends (long ones) | group_size: less HTTP (short)
     early_size: int = 0  # G_early, the two-stage gate; 0: off

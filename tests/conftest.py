@@ -79,7 +79,7 @@ class Engine:
     """A server as an engine rank hosts it (rank 1 of 2, this process), a learner that publishes to it (rank 0), and a
     plain transformers model that holds what the learner published last."""
 
-    def __init__(self, model_dir: str, folder: Path):
+    def __init__(self, model_dir: str, folder: Path, *more: str):
         from transformers import AutoModelForCausalLM
 
         import rollout
@@ -88,11 +88,10 @@ class Engine:
 
         self.folder = folder
         overrides = [f"model.path={model_dir}", "layout.threads=1", "sync.verify=true", "engine.args.max_total_tokens=32768"]
-        self.config = schema.load(None, overrides)
+        self.config = schema.load(None, [*overrides, *more])
         self.prompts = rollout.open_prompts(self.config)
         self.lm = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        shapes = {name: tuple(p.shape) for name, p in sync.published_parameters(self.lm).items()}
-        self.plan = sync.plan_buckets(shapes, "float32", 64 << 10)  # so small that a publication takes several
+        self.plan = sync.plan_buckets(sync.published_shapes(self.lm), "float32", 64 << 10)  # so small that a publication takes several
         self.published = {}
 
         with socket.socket() as s:
