@@ -5,7 +5,8 @@ by n-grams, here held to LANGUAGES, no download) says what a sentence of the pro
 for the text: formulas, code, names and units are taken out first, a sentence needs three words left and a probability of
 SURE, so a foreign half of a sentence, or a remark of two words, is missed.
 
-On the 84 sentences of tests/test_language.py this is wrong about two; lists of common words were wrong about thirteen.
+On the 84 sentences of tests/test_language.py it misses 7 of 47 foreign ones and charges none of the 37 English ones;
+lists of common words, tried first, missed 12 and charged one.
 """
 
 import collections

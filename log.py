@@ -193,6 +193,9 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], max_t
         "rollout/zero_std_frac": mean(g.dropped == "zero_variance" for g in groups),
         "rollout/gated_frac": mean(g.dropped in ("early_gate", "keep_gate", "zero_variance") for g in groups),
     }
+    for part in sorted({part for r in rollouts for part in r.parts if part.startswith("grader/")}):
+        scores = mean(r.parts[part] for r in rollouts if part in r.parts)
+        metrics[f"rollout/score/{part.removeprefix('grader/')}"] = scores
     sources = sorted({group.source for group in groups})
     if len(sources) > 1:
         for source in sources:

@@ -11,6 +11,7 @@ without taking the rank and its process group along.
 import asyncio
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -30,7 +31,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 import data
 import sync
 from configs.schema import Config, ConfigError
-from rewards import GraderPool, foreign_words, shape
+from grading import GraderPool
+from judge import Judge
+from language import foreign_words
+from rewards import language_part, length_part, merge, shape
 
 POLL = 0.01  # seconds between looks at the run state
 
@@ -382,8 +386,17 @@ def to_rollout(prompt: list[int], response: Response, text: str, task: float, fa
 # ---------------------------------------------------------------------------------------------------------- gate, rewards
 
 
+def merge_tasks(row: data.Row, rollouts: list[sync.Rollout]) -> list[float]:
+    """The task scores of a group, which are also set, from the scores of the row's graders."""
+    scores = [[r.parts[f"grader/{reference.grader}"] for reference in row.references] for r in rollouts]
+    tasks = merge(row.merge, scores, [r.weight for r in row.references], [r.veto for r in row.references])
+    for rollout, task in zip(rollouts, tasks, strict=True):
+        rollout.task = task
+    return tasks
+
+
 def passes(task: float) -> bool:
-    """A response passes if its raw task score is positive."""
+    """A response passes if its raw task score is positive (the merges in rewards.py say what that means)."""
     return task > 0
 
 
@@ -413,6 +426,7 @@ class Prompts:
     stop_ids: list[int]
     skipped: int  # prompts of local data that were left out because they are longer than `room`
     room: int  # tokens of the longest prompt that leaves room for a response
+    judge: Judge  # what grader `judge` asks
 
     def ids(self, row: data.Row) -> list[int]:
         return data.render(row.prompt, self.tokenizer, self.template)
@@ -463,6 +477,7 @@ def open_prompts(config: Config) -> Prompts:
         stop_ids=[eos] if isinstance(eos, int) else list(eos),
         skipped=train.skipped + evaluation.skipped,
         room=room,
+        judge=Judge(config.judge),
     )
 
 
@@ -498,7 +513,8 @@ class EngineRank:
         self.outbox.send(self.totals)  # before the run can take a step: so every step knows which engines live
         self.state.ready()
         plan = self.state.plan()
-        self.graders = GraderPool(self.config.rollout.grader_workers, self.config.rollout.grader_timeout)
+        limits = self.config.rollout
+        self.graders = GraderPool(limits.grader_workers, limits.grader_timeout, self.prompts.judge)
         self.ready_at = self.looked_at = time.monotonic()
         tasks: set[asyncio.Task] = set()
         eval_done = -1
@@ -559,12 +575,14 @@ class EngineRank:
         return responses
 
     async def rollouts(self, row: data.Row, prompt: list[int], n: int, sampling: Sampling) -> list[sync.Rollout]:
-        """`n` graded rollouts of one prompt, not yet shaped."""
+        """`n` graded rollouts of one prompt, not yet merged and shaped."""
 
         async def graded(response):
             text = self.prompts.decode(response.ids)
-            task, failure = await self.graders.score(row, text)
-            return to_rollout(prompt, response, text, task, failure)
+            scores, failure = await self.graders.score_all(row, text)
+            rollout = to_rollout(prompt, response, text, math.nan, failure)  # merge_tasks sets the task score
+            rollout.parts = {f"grader/{name}": score for name, score in scores.items()}
+            return rollout
 
         return await asyncio.gather(*(graded(r) for r in await self.respond(prompt, n, sampling)))
 
@@ -577,16 +595,16 @@ class EngineRank:
         rollouts = []
         if config.early_size:
             rollouts += await self.rollouts(row, prompt, config.early_size, self.sampling)
-            if not gate([r.task for r in rollouts], *config.early_range):
+            if not gate(merge_tasks(row, rollouts), *config.early_range):
                 dropped = "early_gate"
         if not dropped:
             rollouts += await self.rollouts(row, prompt, config.group_size - len(rollouts), self.sampling)
-            tasks = [r.task for r in rollouts]
+            tasks = merge_tasks(row, rollouts)
             if not has_variance(tasks):
                 dropped = "zero_variance"
             elif not gate(tasks, *config.keep_range):
                 dropped = "keep_gate"
-        self.shape_rewards(row, rollouts)
+        await asyncio.to_thread(self.shape_rewards, row, rollouts)  # reads every word of long texts
         for rollout in rollouts:
             rollout.check(self.prompts.vocab_size)
         if dropped:
@@ -601,14 +619,15 @@ class EngineRank:
         pass_rate = float(np.mean([passes(r.task) for r in rollouts]))
         for r in rollouts:
             length = int(r.mask.sum())
-            words = foreign_words(r.text, data.plain_text(row.prompt)) if weights.w_lang else 0
+            words = foreign_words(r.text, data.plain_text(row.prompt))
             limits = dict(foreign_words=words, length=length, max_length=self.config.rollout.max_tokens)
             r.reward = shape(
                 r.task, **limits, pass_rate=pass_rate, w_lang=weights.w_lang, alpha=weights.alpha, w_len=weights.w_len
             )
-            r.parts = {
-                "lang": max(1 - weights.alpha * words, 0.0),
-                "len": pass_rate * length / self.config.rollout.max_tokens,
+            r.parts |= {
+                "foreign_words": float(words),
+                "lang": language_part(words, weights.alpha),
+                "len": length_part(pass_rate, length, self.config.rollout.max_tokens),
             }
 
     async def run_eval(self, eval_id: int) -> None:
@@ -620,7 +639,8 @@ class EngineRank:
             versions = {v for r in rollouts for v in r.versions[r.mask == 1]}
             if versions != {self.server.version}:
                 raise EngineError(f"an evaluation of version {self.server.version} ran under versions {versions}")
-            return float(np.mean([passes(r.task) for r in rollouts]))
+            # Each as a group of its own: a merge over the group would compare samples that nobody compares.
+            return float(np.mean([passes(task) for r in rollouts for task in merge_tasks(row, [r])]))
 
         passed = await asyncio.gather(*(one(row) for row in share))
         sources = [row.source for row in share]
