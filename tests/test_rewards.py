@@ -329,6 +329,17 @@ def test_junk_scores_zero_everywhere(pool, gym):
                 assert score == 0.0, (row, text[:20])
 
 
+def test_a_right_answer_counts_after_a_megabyte_of_any_script(pool, gym):
+    noise = "so \U0001f600 \u6211\u4eec \u043f\u0440\u0438 \u202e\u0661 x\n" * 50_000
+    right = {"number": "24", "gsm8k": "#### 1024", "choice": "B", "countdown": "<answer>(1+2)*3</answer>", "math": "\\boxed{42}"}
+    answers = {"number": 24, "gsm8k": GSM8K, "choice": "B", "countdown": {"numbers": [1, 2, 3], "target": 9}, "math": "42"}
+    work = [(Row(name, answers[name]), noise + text) for name, text in right.items()]
+    work += [(Row("exact", noise.strip()), noise), (Row("format", ".*x"), noise)]
+    work += [(gym, f"{noise}<answer>{gym_row('spell_backward')[1]['answer']}</answer>")]
+    work += [(Row("code", "assert x == '\u6211'"), noise + "```python\nx = '\u6211'\n```")] * HAS_SANDBOX
+    assert grade_all(pool, work * 2) == [(1.0, None)] * len(work * 2)
+
+
 def test_no_grader_runs_the_text(pool, tmp_path):
     trace = tmp_path / "trace"
     command = f"__import__('os').system('touch {trace}')"
@@ -678,6 +689,18 @@ def test_sandbox_check_passes_here_and_names_the_package_where_it_is_missing(mon
 
 
 # ----------------------------------------------------------------------------------------------------------- the reward
+
+
+@given(
+    task=st.floats(0, 1), foreign_words=st.integers(0, 500), length=st.integers(0, 1 << 17), max_length=st.integers(1, 1 << 17),
+    pass_rate=st.floats(0, 1), w_lang=st.floats(0, 1), alpha=st.floats(0, 0.1), w_len=st.floats(0, 1),
+)  # fmt: skip
+def test_shape_equals_exact_arithmetic(task, foreign_words, length, max_length, pass_rate, w_lang, alpha, w_len):
+    exact = Fraction(task) + Fraction(w_lang) * max(1 - Fraction(alpha) * foreign_words, 0)
+    exact -= Fraction(w_len) * Fraction(pass_rate) * length / max_length
+    parts = dict(foreign_words=foreign_words, length=length, max_length=max_length, pass_rate=pass_rate)
+    got = shape(task, **parts, w_lang=w_lang, alpha=alpha, w_len=w_len)
+    assert got == pytest.approx(float(exact), rel=1e-14, abs=1e-14 * max(1, length / max_length))
 
 
 def test_shape_is_the_report_formula():
