@@ -11,7 +11,7 @@ from language import foreign_words
 
 PROMPT = "Compute the sum of the numbers and explain how you get it."
 
-# Every sentence is an answer to an English prompt. The second list was written after the library was chosen.
+# Every sentence is an answer to an English prompt. The second list decided between the library and lists of common words.
 SENTENCES = """\
 en|So we need to add the three numbers together and then check the result.
 en|The answer is 24.
@@ -138,8 +138,10 @@ def test_no_language_is_foreign_to_itself():
         (0, "我们需要把这些数字加起来。", "请把数字加起来。"),
         (0, "足すとカタ", "足して"),  # Japanese mixes three scripts
         (3, "答案 is forty two", "请回答"),
-        (3, "So the answer is 24.", "请用 Python 回答这个问题"),  # a name in a prompt makes its script no language of it
+        (3, "So the answer is 24.", "请用 python 回答这个问题"),  # a name in a prompt makes its script no language of it
         (0, "答案 GPU x Python, sin x + log y, 5 km", "请回答"),
+        (0, "Отже, нам потрібно скласти три числа.", "Вычислите сумму"),  # too short to tell Russian from Ukrainian
+        (0, "Danke schön. Voilà donc.", PROMPT),  # two words are no sentence
         (2, "नमस्ते दुनिया", PROMPT),  # vowel signs split no word
         (2, "안녕하세요 여러분", PROMPT),
         (1, "Отже, потрібно", PROMPT),  # capitalised: may be a name
@@ -162,6 +164,7 @@ def test_counts(n, text, prompt):
         "x_1 = les2 + nombres3",
         "Juan de la Cruz and Otto von der Heide went to Rio de Janeiro.",
         "Juan de la Cruz: 5",
+        "Jean Dupont, Marie Lefebvre du Bois, Pierre Durand, François Moreau: 5",
         "Москва is a city, and Путь is a word.",
         "see https://fr.wikipedia.org/wiki/la-somme-des-nombres-entiers and www.le.fr/la/somme",
         "lorem ipsum dolor sit amet",
