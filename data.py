@@ -23,13 +23,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import ConfigError, Source
-from rewards import find_grader
+from configs.schema import ConfigError, Source, SourceGrader
+from rewards import GRADERS, find_grader
 
 Prompt = str | list[dict[str, str]]  # text, or chat messages {"role": ..., "content": ...}
 
 BLOCK = 1000  # tickets in which every source has its exact share
 MAX_DRAWS = 500  # tries for a problem of the right split that fits, before a generator is given up
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one grader compares the responses to a prompt with."""
+
+    grader: str  # a name in rewards.GRADERS
+    answer: Any  # what that grader needs; JSON
+    weight: float = 1.0
+    veto: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,8 @@ class Row:
     prompt_id: str
     source: str
     prompt: Prompt
-    grader: str  # a name in rewards.GRADERS
-    answer: Any  # what that grader needs; JSON
+    references: tuple[Reference, ...]  # the most important first
+    merge: str = "sum"  # how their scores make the task score (rewards.MERGES)
 
 
 # ----------------------------------------------------------------------------------------------------------- generators
@@ -79,7 +89,7 @@ def is_held_out(question: str) -> bool:
 
 
 class Generated:
-    """An endless source. `make(rng)` gives a (question, answer); its problems split into training and held out."""
+    """An endless source. `make(rng)` gives {"question", "answer", ...}; its problems split into training and held out."""
 
     def __init__(
         self, label: str, name: str, make: Callable, row: Callable[..., Row], fits: Callable[[Row], bool], seed: int
@@ -94,13 +104,13 @@ class Generated:
         rng = random.Random(f"{self.seed} {self.name} {part} {visit}")
         too_long = 0
         for _ in range(MAX_DRAWS):
-            question, answer = self.make(rng)
-            if is_held_out(question) != held_out:
+            problem = self.make(rng)
+            if is_held_out(problem["question"]) != held_out:
                 continue
             try:
-                row = self.new_row(f"{part}/{visit}", question, answer)
+                row = self.new_row(f"{part}/{visit}", problem)
             except ValueError as error:
-                raise ConfigError(f"{self.label}: problem {question[:60]!r} {error}") from error
+                raise ConfigError(f"{self.label}: problem {problem['question'][:60]!r} {error}") from error
             if self.fits(row):
                 self.skipped += too_long
                 return row
@@ -231,23 +241,34 @@ def open_source(source: Source, label: str, name: str, fits: Callable[[Row], boo
         make, grader = None, None
     else:
         raise ConfigError(f"{label}: {unknown('kind', source.kind, ['generator', 'reasoning_gym', 'file', 'hub'])}")
-    grader = source.grader or grader
-    if grader is None:
-        raise ConfigError(f"{label}: set grader, which says how responses are graded")
-    try:
-        check = find_grader(grader).check
-    except ConfigError as error:
-        raise ConfigError(f"{label}: {error}") from error
-
-    def new_row(row_id: str, prompt: Any, answer: Any) -> Row:
-        """Raises ValueError, saying what is wrong with the row."""
-        if answer is None or answer == "":
-            raise ValueError(f"has no answer (column {source.answer!r})")
+    graders = source.graders or [SourceGrader(source.grader or grader)]
+    for part in graders:
+        if not part.name:
+            raise ConfigError(f"{label}: set grader, which says how responses are graded")
         try:
-            check(answer)
+            find_grader(part.name)
+        except ConfigError as error:
+            raise ConfigError(f"{label}: {error}") from error
+
+    def reference(grader: SourceGrader, record: dict) -> Reference:
+        answer, column = grader.value, grader.answer or source.answer
+        if answer is None:
+            if source.kind == "reasoning_gym" and grader.name == "reasoning_gym" and grader.answer is None:
+                column = "problem"
+            answer = cell(record, column)
+            if answer is None or answer == "":
+                raise ValueError(f"has no answer (column {column!r})")
+        try:
+            GRADERS[grader.name].check(answer)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"has an answer that grader {grader} cannot use: {error}") from error
-        return Row(f"{name}/{row_id}", name, build_prompt(prompt, source), grader, answer)
+            raise ValueError(f"has an answer that grader {grader.name} cannot use: {error}") from error
+        return Reference(grader.name, answer, grader.weight, grader.veto)
+
+    def new_row(row_id: str, record: dict) -> Row:
+        """Raises ValueError, saying what is wrong with the row."""
+        prompt = build_prompt(cell(record, source.prompt), source)
+        references = tuple(reference(grader, record) for grader in graders)
+        return Row(f"{name}/{row_id}", name, prompt, references, source.merge)
 
     if make is not None:
         return Generated(label, name, make, new_row, fits, seed)
@@ -257,13 +278,17 @@ def open_source(source: Source, label: str, name: str, fits: Callable[[Row], boo
     rows = []
     for n, record in records:
         try:
-            for column in (source.prompt, source.answer):
-                if column not in record:
-                    raise ValueError(f"has no column {column!r}; its columns: {', '.join(map(str, record))}")
-            rows.append(new_row(str(n), record[source.prompt], record[source.answer]))
+            rows.append(new_row(str(n), record))
         except ValueError as error:
             raise ConfigError(f"{label}: {source.path}: {where} {n} {error}") from error
     return Finite(label, name, rows, fits, seed)
+
+
+def cell(record: dict, column: str) -> Any:
+    """Raises ValueError where the record has no such column."""
+    if column not in record:
+        raise ValueError(f"has no column {column!r}; its columns: {', '.join(map(str, record))}")
+    return record[column]
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
@@ -283,7 +308,7 @@ def open_generator(source: Source, label: str) -> tuple[Callable, str]:
             raise ConfigError(f"{label}: {unknown('option', key, options)}")
         if type(value) is not int or value < 1:
             raise ConfigError(f"{label}: args.{key} must be an integer above 0, not {value!r}")
-    return lambda rng: problem(rng, **source.args), grader
+    return lambda rng: dict(zip(("question", "answer"), problem(rng, **source.args), strict=True)), grader
 
 
 HASH_SEEDED = ("isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note")
@@ -291,7 +316,7 @@ SMALLER = {"acre": 1000, "word_ladder": 10_000}  # tasks that make every item at
 
 
 def open_reasoning_gym(source: Source, label: str, seed: int) -> tuple[Callable, str]:
-    """A reasoning-gym task. With another grader than its own, the reference is the task's answer as text."""
+    """A reasoning-gym task. Its own grader reads the column `problem`, others `answer`: the task's answer as text."""
     from reasoning_gym.factory import DATASETS, create_dataset  # a second to import, so only when asked for
 
     task = source.task
@@ -312,13 +337,12 @@ def open_reasoning_gym(source: Source, label: str, seed: int) -> tuple[Callable,
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"{label}: reasoning-gym refuses args {dict(source.args)}: {error}") from error
 
-    def problem(rng: random.Random) -> tuple[str, Any]:
+    def problem(rng: random.Random) -> dict[str, Any]:
         index = rng.randrange(len(dataset))
         item = dataset[index]
-        if source.grader not in (None, "reasoning_gym"):
-            return item["question"], item["answer"]
         crc = zlib.crc32(item["question"].encode())
-        return item["question"], {"task": task, "seed": seed, "args": args, "index": index, "question_crc": crc}
+        again = {"task": task, "seed": seed, "args": args, "index": index, "question_crc": crc}
+        return {"question": item["question"], "answer": item["answer"], "problem": again}
 
     return problem, "reasoning_gym"
 

@@ -229,6 +229,9 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], vocab
         metrics["rollout/kept_ids"] = float(counts.mean())
         metrics["rollout/masked_frac"] = 1 - metrics["rollout/kept_ids"] / vocab_size
         metrics["rollout/mask_bytes"] = sum(group.mask_bytes for group in groups) / len(counts)
+    for part in sorted({part for r in rollouts for part in r.parts if part.startswith("grader/")}):
+        scores = mean(r.parts[part] for r in rollouts if part in r.parts)
+        metrics[f"rollout/score/{part.removeprefix('grader/')}"] = scores
     sources = sorted({group.source for group in groups})
     if len(sources) > 1:
         for source in sources:

@@ -3,49 +3,32 @@
 A grader is a function (response text, reference answer) -> score in 0..1 with one entry in GRADERS. The text is
 hostile: it comes from a policy that is paid for whatever scores. So no grader evaluates it as code, except `code`,
 which runs it in a sandbox without network. Graders that could hang or grow on bad text (symbolic maths, regular
-expressions, other people's scorers) run in worker processes with a deadline; the rest are linear in the text and run
-where they are called.
+expressions, other people's scorers) run in worker processes with a deadline (grading.py); the rest are linear in the
+text and run where they are called. The judge is a model on another server (judge.py).
+
+The scores of a row's graders become its task score by one of MERGES, and the task score becomes the reward by `shape`.
 
 To add a grader: write the function, add its entry to GRADERS, name it in the config (`data.train[0].grader`).
-
-Left out on purpose: judge models and reward models, which need an engine of their own.
 """
 
-import asyncio
-import collections
 import difflib
 import functools
-import importlib
 import json
 import logging
 import math
-import os
-import queue
 import re
-import resource
 import secrets
-import signal
-import socket
 import subprocess
-import sys
-import threading
 import time
-import unicodedata
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from multiprocessing.connection import Connection
 from typing import Any, Callable
 
 import sandbox
 from configs.schema import ConfigError
 
-log = logging.getLogger("rewards")
-
 TAIL = 20_000  # characters: a final answer is looked for in the end of a response, so that a long one costs no more
-START_S = 120.0  # seconds for a worker to start and import what a grader needs; not part of a grade's deadline
-WORKER_BYTES = 4 << 30  # address space of a worker
 
 
 class GraderError(Exception):
@@ -53,6 +36,16 @@ class GraderError(Exception):
 
 
 # ------------------------------------------------------------------------------------------------------- the one reward
+
+
+def language_part(foreign_words: int, alpha: float) -> float:
+    """R_lang = max(1 - alpha * n, 0)"""
+    return max(1 - alpha * foreign_words, 0.0)
+
+
+def length_part(pass_rate: float, length: int, max_length: int) -> float:
+    """R_len = pass_rate * |y| / l_max"""
+    return pass_rate * length / max_length
 
 
 def shape(
@@ -68,45 +61,61 @@ def shape(
 ) -> float:
     """R = R_task + w_lang * max(1 - alpha * n, 0) - w_len * pass_rate * |y| / l_max  (MAI-Thinking-1 report, 3).
 
-    `foreign_words` is n, `length` and `max_length` are in tokens, `pass_rate` is the group's: hard problems may be
-    long.
+    `foreign_words` is n (language.py), `length` and `max_length` are in tokens, `pass_rate` is the group's: hard
+    problems may be long.
     """
-    return task + w_lang * max(1 - alpha * foreign_words, 0.0) - w_len * pass_rate * length / max_length
+    return task + w_lang * language_part(foreign_words, alpha) - w_len * length_part(pass_rate, length, max_length)
 
 
-UNSPACED = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR"}  # about two letters to a word
-JAPANESE = {"CJK", "HIRAGANA", "KATAKANA"}
-NOT_PROSE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\[a-zA-Z]+|https?://\S+", re.DOTALL)
-WORD = re.compile(r"[^\W\d_]+")
+# ------------------------------------------------------------------------------------- several graders, one task score
+
+TIE = 1e-6  # scores closer than this are the same: they may be fractions
+VETO_BELOW = 0.5
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def script(letter: str) -> str:
-    """The writing system of a letter, as the first word of its Unicode name: LATIN, CYRILLIC, CJK, ..."""
-    return re.split("[ -]", unicodedata.name(letter, "UNKNOWN"))[0]
+def merge_sum(scores: list[float], weights: list[float]) -> float:
+    """sum_i w_i s_i / sum_i w_i, in 0..1. Passes (is above 0) if any grader gives anything."""
+    return math.fsum(w * s for w, s in zip(weights, scores, strict=True)) / math.fsum(weights)
 
 
-def foreign_words(text: str, prompt: str) -> int:
-    """Words of `text` in a script that `prompt` does not use (a prompt without letters counts as Latin).
+def merge_product(scores: list[float]) -> float:
+    """prod_i s_i, in 0..1. Passes if every grader gives something."""
+    return math.prod(scores)
 
-    Code, maths, single letters (variables) and capitalised words (names) do not count.
+
+def merge_all(scores: list[float]) -> float:
+    """1.0 where every grader gives full marks (1), or else 0.0. Passes only then."""
+    return float(min(scores) >= 1 - TIE)
+
+
+def merge_lexicographic(scores: list[list[float]]) -> list[float]:
+    """scores [G, n] of a whole group, the most important grader first -> [G]: those of the first grader on which the
+    group does not tie; of the first grader where it ties on all of them, as a group of one does. A lower priority so
+    acts only where the whole group ties on the higher ones (MAI-Thinking-1 report, 3.6).
+
+    Passes if the grader that acts in this group gives anything.
     """
-    own = {script(c) for c in prompt if c.isalpha()} or {"LATIN"}
-    if own & {"HIRAGANA", "KATAKANA"}:
-        own |= JAPANESE
-    if text.isascii() and "LATIN" in own:
-        return 0
-    count = 0
-    for word in WORD.findall(NOT_PROSE.sub(" ", text)):
-        letters = collections.Counter(script(c) for c in word)
-        for name, n in letters.items():
-            if name in own or name in ("MATHEMATICAL", "UNKNOWN", "MODIFIER", "FEMININE", "MASCULINE"):
-                continue
-            if name in UNSPACED:
-                count += (n + 1) // 2
-            elif n > 1 and not word[0].isupper():
-                count += 1
-    return count
+    columns = list(zip(*scores))
+    return list(next((c for c in columns if max(c) - min(c) > TIE), columns[0]))
+
+
+MERGES = ("sum", "product", "all", "lexicographic")
+
+
+def merge(policy: str, scores: list[list[float]], weights: list[float], vetoes: list[bool]) -> list[float]:
+    """The task scores [G] of a group, each in 0..1, from the scores [G, n] of its n graders. Pure.
+
+    A grader that is a veto takes no other part: where it gives less than 0.5, every other score of that response is 0,
+    and so is its task score under any policy: the minimum.
+    """
+    others = [i for i, veto in enumerate(vetoes) if not veto]
+    vetoed = [any(row[i] < VETO_BELOW for i, veto in enumerate(vetoes) if veto) for row in scores]
+    kept = [[0.0 if out else row[i] for i in others] for row, out in zip(scores, vetoed, strict=True)]
+    if policy == "lexicographic":
+        return merge_lexicographic(kept)
+    if policy == "sum":
+        return [merge_sum(row, [weights[i] for i in others]) for row in kept]
+    return [{"product": merge_product, "all": merge_all}[policy](row) for row in kept]
 
 
 # ----------------------------------------------------------------------------------------------- graders that only read
@@ -374,7 +383,7 @@ def same_lines(a: str, b: str) -> bool:
 
 @dataclass(frozen=True)
 class Grader:
-    """`score(response, answer)` -> 0..1; an exception counts as 0.0.
+    """`score(response, answer)` -> 0..1; an exception counts as 0.0. None: a judge model scores it (judge.py).
 
     `isolated`: runs in a worker process with a deadline; for what can hang, grow, or call other people's code.
     `imports`: what the worker loads before the deadline starts.
@@ -382,7 +391,7 @@ class Grader:
     `available()`: raises ConfigError where this machine cannot run it.
     """
 
-    score: Callable[[str, Any], float]
+    score: Callable[[str, Any], float] | None
     isolated: bool = False
     imports: tuple[str, ...] = ()
     check: Callable[[Any], Any] = str
@@ -416,6 +425,7 @@ GRADERS: dict[str, Grader] = {
     "format": Grader(format_in_worker, isolated=True, check=check_format),
     "code": Grader(grade_code, isolated=True, check=check_tests, available=sandbox.check),
     "reasoning_gym": Grader(reasoning_gym_in_worker, isolated=True, imports=("reasoning_gym",)),
+    "judge": Grader(None),
 }
 
 
@@ -443,198 +453,18 @@ def checked(score: Any, name: str, row_id: str) -> float:
     return value
 
 
-# ----------------------------------------------------------------------------------------------------- worker processes
-
-
-READY = b"ready"  # the worker has what the grader needs: its deadline starts
-
-
-class WorkerLost(Exception):
-    """The worker hung or died with this item; the text says which."""
-
-
-def load(name: str) -> None:
-    """Imports what a grader needs. Raises GraderError: that is no fault of the text, so nothing may be scored 0.0."""
-    for module in GRADERS[name].imports:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise GraderError(f"grader {name}: cannot import {module}: {error}") from error
-
-
-def work(channel: Connection, parent: int) -> None:
-    """Main loop of a worker process. Ends, or raises EOFError or ConnectionError, when its parent is gone.
-
-    A grade that hangs is killed by the parent; were the parent gone, the kernel's timer would kill it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run to handle
-    resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
-    while True:
-        while not channel.poll(5.0):
-            if os.getppid() != parent:
-                return
-        job = json.loads(channel.recv_bytes())
-        grader = GRADERS[job["grader"]]
-        try:
-            load(job["grader"])
-            channel.send_bytes(READY)
-            signal.setitimer(signal.ITIMER_REAL, job["timeout_s"] + 1)
-            reply = {"score": checked(grader.score(job["text"], job["answer"]), job["grader"], job["row"])}
-        except GraderError as error:
-            reply = {"fatal": str(error)}
-        except Exception as error:  # whatever a grader raises is that row's failure, never the run's
-            reply = {"failure": f"{type(error).__name__}: {str(error)[:200]}"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.send_bytes(json.dumps(reply).encode())
-
-
-class Worker:
-    """A process that grades one text at a time; started when first needed, and again after it was lost."""
-
-    def __init__(self):
-        self.process: subprocess.Popen | None = None
-        self.closed = False
-        self.lock = threading.Lock()  # between the thread that grades and the one that closes
-
-    def start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, os.path.abspath(__file__), str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
-                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
-            )
-        self.channel = Connection(ours.detach())
-
-    def receive(self, timeout_s: float, what: str) -> bytes:
-        if not self.channel.poll(timeout_s):
-            raise WorkerLost(f"{what} took more than {timeout_s:g} s")
-        return self.channel.recv_bytes()
-
-    def grade(self, grader: str, text: str, answer: Any, timeout_s: float, row_id: str) -> tuple[float, str | None]:
-        """(score, why grading failed or None). Raises GraderError."""
-        job = {"grader": grader, "text": text, "answer": answer, "timeout_s": timeout_s, "row": row_id}
-        for last_try in (False, True):  # an idle worker may have been killed, by the kernel when memory ran out
-            with self.lock:
-                if self.closed:
-                    return 0.0, "the graders were closed"
-                if self.process is None:
-                    self.start()
-            try:
-                self.channel.send_bytes(json.dumps(job).encode())
-                first = self.receive(START_S, "starting")
-                break
-            except (WorkerLost, EOFError, OSError) as error:
-                self.kill()
-                if last_try and not self.closed:
-                    raise GraderError(f"grader {grader}: its worker process does not start: {error!r}") from error
-        else:
-            return 0.0, "the graders were closed"
-        try:
-            reply = json.loads(self.receive(timeout_s, "grading") if first == READY else first)
-        except (WorkerLost, EOFError, OSError) as error:
-            self.kill()
-            return 0.0, str(error) if isinstance(error, WorkerLost) else "the worker died"
-        if "fatal" in reply:
-            raise GraderError(reply["fatal"])
-        return reply.get("score", 0.0), reply.get("failure")
-
-    def kill(self) -> None:
-        with self.lock:
-            if self.process is not None:
-                os.killpg(self.process.pid, signal.SIGKILL)  # not yet waited for, so the id is still its own
-                self.process.wait()
-                self.channel.close()
-                self.process = None
-
-    def close(self) -> None:
-        """No grade starts after this, and one that is being made ends at once."""
-        with self.lock:
-            self.closed = True
-            if self.process is not None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-
-class GraderPool:
-    """Grades without blocking the event loop; `workers` processes, each grade at most `timeout_s` seconds.
-
-    `failures` counts, per grader, the texts that got 0.0 because grading them failed.
-    """
-
-    def __init__(self, workers: int, timeout_s: float):
-        self.timeout_s = timeout_s
-        self.workers = [Worker() for _ in range(workers)]
-        self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self.workers:
-            self.idle.put(worker)
-        self.threads = ThreadPoolExecutor(workers, thread_name_prefix="grader")
-        self.failures: collections.Counter[str] = collections.Counter()
-
-    async def score(self, row: Any, text: str) -> tuple[float, str | None]:
-        """(score in 0..1, why grading failed or None) of a response to `row`, a data.Row.
-
-        Raises GraderError where the grader returned something that is no score.
-        """
-        grader = GRADERS[row.grader]
-        if grader.isolated:
-            loop = asyncio.get_running_loop()
-            score, failure = await loop.run_in_executor(self.threads, self.score_in_worker, row, text)
-        else:
-            try:
-                score, failure = checked(grader.score(text, row.answer), row.grader, row.prompt_id), None
-            except GraderError:
-                raise
-            except Exception as error:  # as in a worker
-                score, failure = 0.0, f"{type(error).__name__}: {str(error)[:200]}"
-        if failure:
-            self.failures[row.grader] += 1
-            n = self.failures[row.grader]
-            if n in (1, 10, 100, 1000):
-                log.warning("grader %s failed (%d so far): row %s: %s", row.grader, n, row.prompt_id, failure)
-        return score, failure
-
-    def score_in_worker(self, row: Any, text: str) -> tuple[float, str | None]:
-        worker = self.idle.get()
-        try:
-            return worker.grade(row.grader, text, row.answer, self.timeout_s, row.prompt_id)
-        finally:
-            self.idle.put(worker)
-
-    def close(self) -> None:
-        """Ends the workers, also those that are grading; no process is left."""
-        for worker in self.workers:
-            worker.close()
-        self.threads.shutdown(cancel_futures=True)
-        for worker in self.workers:
-            worker.kill()
-
-
-ALONE, ALONE_LOCK = Worker(), threading.Lock()  # for the calls below; starts no process until then
-
-
-def grade_alone(grader: str, response: str, answer: Any, timeout_s: float) -> float:
-    with ALONE_LOCK:
-        return ALONE.grade(grader, response, answer, timeout_s, "(direct call)")[0]
-
-
 def grade_math(response: str, answer: str, timeout_s: float = 5.0) -> float:
     """1.0 if the response's final answer equals the reference symbolically, 0.0 if not or if that takes too long.
 
     Never raises, on any thread: the work is done in a worker process that is killed at the deadline.
     """
+    from grading import grade_alone  # here, because it imports this module
+
     return grade_alone("math", response, answer, timeout_s)
 
 
 def grade_format(response: str, pattern: str | dict, timeout_s: float = 5.0) -> float:
     """1.0 if the response matches a regular expression as a whole (see format_in_worker), or else 0.0."""
+    from grading import grade_alone  # here, because it imports this module
+
     return grade_alone("format", response, pattern, timeout_s)
-
-
-if __name__ == "__main__":
-    try:
-        work(Connection(int(sys.argv[1])), int(sys.argv[2]))
-    except (EOFError, ConnectionError):
-        pass  # the parent is gone

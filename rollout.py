@@ -13,6 +13,7 @@ import base64
 import binascii
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -32,7 +33,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 import data
 import sync
 from configs.schema import Config, ConfigError, Stage
-from rewards import GraderPool, foreign_words, shape
+from grading import GraderPool
+from judge import Judge
+from language import foreign_words
+from rewards import language_part, length_part, merge, shape
 from routing import Routing, routing_of
 
 POLL = 0.01  # seconds between looks at the run state
@@ -408,8 +412,17 @@ def to_rollout(prompt: list[int], response: Response, text: str, task: float, fa
 # ---------------------------------------------------------------------------------------------------------- gate, rewards
 
 
+def merge_tasks(row: data.Row, rollouts: list[sync.Rollout]) -> list[float]:
+    """The task scores of a group, which are also set, from the scores of the row's graders."""
+    scores = [[r.parts[f"grader/{reference.grader}"] for reference in row.references] for r in rollouts]
+    tasks = merge(row.merge, scores, [r.weight for r in row.references], [r.veto for r in row.references])
+    for rollout, task in zip(rollouts, tasks, strict=True):
+        rollout.task = task
+    return tasks
+
+
 def passes(task: float) -> bool:
-    """A response passes if its raw task score is positive."""
+    """A response passes if its raw task score is positive (the merges in rewards.py say what that means)."""
     return task > 0
 
 
@@ -439,6 +452,7 @@ class Prompts:
     stop_ids: list[int]
     skipped: int  # prompts of local data that were left out because they are longer than `room`
     room: int  # tokens of the longest prompt that leaves room for a response
+    judge: Judge  # what grader `judge` asks
     routing: Optional[Routing] = None  # of the model, where it is replayed
 
     def ids(self, row: data.Row) -> list[int]:
@@ -490,6 +504,7 @@ def open_prompts(config: Config) -> Prompts:
         stop_ids=[eos] if isinstance(eos, int) else list(eos),
         skipped=train.skipped + evaluation.skipped,
         room=room,
+        judge=Judge(config.judge),
         routing=routing_of(model_config, path) if config.rollout.routing_replay else None,
     )
 
@@ -530,7 +545,8 @@ class EngineRank:
         self.outbox.send(self.totals)  # before the run can take a step: so every step knows which engines live
         self.state.ready()
         plan = self.state.plan()
-        self.graders = GraderPool(self.config.rollout.grader_workers, self.config.rollout.grader_timeout)
+        limits = self.config.rollout
+        self.graders = GraderPool(limits.grader_workers, limits.grader_timeout, self.prompts.judge)
         self.ready_at = self.looked_at = time.monotonic()
         tasks: set[asyncio.Task] = set()
         eval_done = -1
@@ -591,12 +607,14 @@ class EngineRank:
         return responses
 
     async def rollouts(self, row: data.Row, prompt: list[int], n: int, sampling: Sampling) -> list[sync.Rollout]:
-        """`n` graded rollouts of one prompt, not yet shaped."""
+        """`n` graded rollouts of one prompt, not yet merged and shaped."""
 
         async def graded(response):
             text = self.prompts.decode(response.ids)
-            task, failure = await self.graders.score(row, text)
-            return to_rollout(prompt, response, text, task, failure)
+            scores, failure = await self.graders.score_all(row, text)
+            rollout = to_rollout(prompt, response, text, math.nan, failure)  # merge_tasks sets the task score
+            rollout.parts = {f"grader/{name}": score for name, score in scores.items()}
+            return rollout
 
         return await asyncio.gather(*(graded(r) for r in await self.respond(prompt, n, sampling)))
 
@@ -611,16 +629,17 @@ class EngineRank:
         rollouts = []
         if config.early_size:
             rollouts += await self.rollouts(row, prompt, config.early_size, sampling)
-            if not gate([r.task for r in rollouts], *config.early_range):
+            if not gate(merge_tasks(row, rollouts), *config.early_range):
                 dropped = "early_gate"
         if not dropped:
             rollouts += await self.rollouts(row, prompt, config.group_size - len(rollouts), sampling)
-            tasks = [r.task for r in rollouts]
+            tasks = merge_tasks(row, rollouts)
             if not has_variance(tasks):
                 dropped = "zero_variance"
             elif not gate(tasks, *config.keep_range):
                 dropped = "keep_gate"
-        self.shape_rewards(row, rollouts, self.config.stages[stage])
+        # in a thread: it reads every word of long texts
+        await asyncio.to_thread(self.shape_rewards, row, rollouts, self.config.stages[stage])
         for rollout in rollouts:
             rollout.check(self.prompts.vocab_size, self.prompts.routing)
         if dropped:
@@ -635,14 +654,15 @@ class EngineRank:
         pass_rate = float(np.mean([passes(r.task) for r in rollouts]))
         for r in rollouts:
             length = int(r.mask.sum())
-            words = foreign_words(r.text, data.plain_text(row.prompt)) if weights.w_lang else 0
+            words = foreign_words(r.text, data.plain_text(row.prompt))
             limits = dict(foreign_words=words, length=length, max_length=stage.max_tokens)
             r.reward = shape(
                 r.task, **limits, pass_rate=pass_rate, w_lang=weights.w_lang, alpha=weights.alpha, w_len=stage.w_len
             )
-            r.parts = {
-                "lang": max(1 - weights.alpha * words, 0.0),
-                "len": pass_rate * length / stage.max_tokens,
+            r.parts |= {
+                "foreign_words": float(words),
+                "lang": language_part(words, weights.alpha),
+                "len": length_part(pass_rate, length, stage.max_tokens),
             }
 
     async def run_eval(self, eval_id: int) -> None:
@@ -654,7 +674,8 @@ class EngineRank:
             versions = {v for r in rollouts for v in r.versions[r.mask == 1]}
             if versions != {self.server.version}:
                 raise EngineError(f"an evaluation of version {self.server.version} ran under versions {versions}")
-            return float(np.mean([passes(r.task) for r in rollouts]))
+            # Each as a group of its own: a merge over the group would compare samples that nobody compares.
+            return float(np.mean([passes(task) for r in rollouts for task in merge_tasks(row, [r])]))
 
         passed = await asyncio.gather(*(one(row) for row in share))
         sources = [row.source for row in share]

@@ -697,7 +697,7 @@ FREE = {
     "run.name", "run.dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "layout", "sync", "eval", "engine",
     "faults", "wandb", "alarms", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
     "train.logprob_chunk", "rollout.max_concurrent", "rollout.responses_per_request", "rollout.grader_workers",
-    "rollout.grader_timeout",
+    "rollout.grader_timeout", "judge.timeout", "judge.retries", "judge.max_concurrent", "judge.key_env", "judge.url",
 }  # fmt: skip
 
 

@@ -52,6 +52,15 @@ class Layout:
 
 
 @dataclass
+class SourceGrader:
+    name: str = ""  # a name in rewards.GRADERS
+    answer: Optional[str] = None  # column with what this grader compares with; default: the source's `answer`
+    value: Any = None  # instead of a column: the same for every row, such as the pattern of grader format
+    weight: float = 1.0  # with merge: sum
+    veto: bool = False  # takes no part in the merge, but a response to which it gives less than 0.5 scores 0
+
+
+@dataclass
 class Source:
     name: str = ""  # label in metrics and in the rollout store; default: what it loads
     kind: str = "generator"  # generator | reasoning_gym | file | hub
@@ -66,6 +75,8 @@ class Source:
     instruction: str = "{prompt}"  # wraps a string prompt
     system: Optional[str] = None  # system message (template chat)
     grader: Optional[str] = None  # a name in rewards.GRADERS; default: the generator's own
+    graders: list[SourceGrader] = field(default_factory=list)  # instead of `grader`: several; the most important first
+    merge: str = "sum"  # how they make the task score: sum (weighted mean) | product | all | lexicographic (rewards.py)
     weight: float = 1.0  # share of the prompts
 
 
@@ -110,6 +121,35 @@ class Reward:
     w_lang: float = 0.0  # weight of the language part (report: 0.5)
     alpha: float = 0.005  # its cost per foreign word
     w_len: float = 0.0  # weight of the length penalty (report: 0.25)
+
+
+RUBRIC = """Is the response to this question correct? The reference answer is right; the response may be written in
+another form. 10: the final answer is correct. 0: it is wrong, missing, or there are several.
+
+Question:
+{question}
+
+Reference answer:
+{answer}
+
+Response:
+{response}"""
+
+
+@dataclass
+class Judge:
+    """The model behind grader `judge` (judge.py)."""
+
+    url: str = ""  # an OpenAI-compatible server, e.g. http://localhost:30000; asked at /v1/chat/completions
+    model: str = "default"  # its name there
+    rubric: str = RUBRIC  # what it is asked: {response} is needed, {question} and {answer} may be used
+    max_tokens: int = 512  # longest reply; one that is cut off gives no score
+    temperature: float = 0.0
+    timeout: float = 60.0  # seconds for one try
+    retries: int = 2  # tries after the first, before a response gets a logged 0.0
+    max_concurrent: int = 16  # requests at a time, of each engine rank
+    key_env: str = ""  # environment variable that holds the API key; empty: none is sent
+    extra: dict[str, Any] = field(default_factory=dict)  # goes into the request unchanged, e.g. {regex: 'Score: \\d'}
 
 
 @dataclass
@@ -198,6 +238,7 @@ class Config:
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     reward: Reward = field(default_factory=Reward)
+    judge: Judge = field(default_factory=Judge)
     train: Train = field(default_factory=Train)
     staleness: Staleness = field(default_factory=Staleness)
     sync: Sync = field(default_factory=Sync)
@@ -263,6 +304,12 @@ RULES = {
     "reward.w_lang": _NOT_NEGATIVE,
     "reward.alpha": _NOT_NEGATIVE,
     "reward.w_len": _NOT_NEGATIVE,
+    "judge.rubric": ("must contain {response}", lambda v: "{response}" in v),
+    "judge.max_tokens": _POSITIVE,
+    "judge.temperature": _NOT_NEGATIVE,
+    "judge.timeout": _ABOVE_ZERO,
+    "judge.retries": _between(0, 10),
+    "judge.max_concurrent": _POSITIVE,
     "train.steps": _NOT_NEGATIVE,
     "train.groups_per_step": _POSITIVE,
     "train.steps_per_update": _POSITIVE,
@@ -385,6 +432,33 @@ def check(config: Config) -> None:
                 raise ConfigError(f"data.{split}[{i}].weight: must be above 0, not {source.weight}")
             if "{prompt}" not in source.instruction:
                 raise ConfigError(f"data.{split}[{i}].instruction: must contain {{prompt}}")
+            check_graders(source, f"data.{split}[{i}]")
+            names = {source.grader, *(grader.name for grader in source.graders)}
+            if "judge" in names and not config.judge.url.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"judge.url: data.{split}[{i}] has grader judge, which needs the http(s):// address of an "
+                    f"OpenAI-compatible server, not {config.judge.url!r}"
+                )
+
+
+def check_graders(source: Source, key: str) -> None:
+    """Raises ConfigError where `graders` and `merge` of a source make no sense together."""
+    names = [grader.name for grader in source.graders]
+    if source.merge not in ("sum", "product", "all", "lexicographic"):
+        raise ConfigError(f"{key}.merge: must be sum, product, all or lexicographic, not {source.merge!r}")
+    if source.grader and names:
+        raise ConfigError(f"{key}: has both grader and graders; name all in graders")
+    if source.graders and all(grader.veto for grader in source.graders):
+        raise ConfigError(f"{key}.graders: all are vetoes, so nothing gives a score")
+    for i, grader in enumerate(source.graders):
+        if names.index(grader.name) < i:
+            raise ConfigError(f"{key}.graders[{i}]: {grader.name} is named twice")
+        if not (grader.weight > 0 and math.isfinite(grader.weight)):
+            raise ConfigError(f"{key}.graders[{i}].weight: must be above 0, not {grader.weight}")
+        if grader.weight != 1 and (source.merge != "sum" or grader.veto):
+            raise ConfigError(f"{key}.graders[{i}].weight: acts only with merge: sum and without veto")
+        if grader.answer is not None and grader.value is not None:
+            raise ConfigError(f"{key}.graders[{i}]: has both answer (a column) and value; choose one")
 
 
 def check_stages(rollout: Rollout) -> None:
@@ -449,7 +523,7 @@ def _one_line(error: Exception) -> str:
 
 def _unknown_key(error: ConfigKeyError | ConfigAttributeError, assigned: str) -> str:
     key, valid = error.full_key, keys()
-    if error.object_type in (Source, Stage):
+    if error.object_type in (Source, SourceGrader, Stage):
         if not key.startswith(assigned):  # OmegaConf checks the entries of a list before it knows where they belong
             key = f"{assigned}[...].{key}"
         valid = [f"{key.rpartition('.')[0]}.{f.name}" for f in fields(error.object_type)]

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 import data
 from configs.schema import ConfigError, Source
-from data import is_held_out, open_sources, plain_text, render
-from rewards import GraderPool
+from data import Reference, is_held_out, open_sources, plain_text, render
+from grading import GraderPool
 
 REPO = Path(data.__file__).parent
 
@@ -45,7 +45,8 @@ def test_a_ticket_is_a_pure_function_of_sources_and_seed(tmp_path):
     rows = {t: first.row(t) for t in tickets}
     assert {t: second.row(t) for t in reversed(tickets)} == rows
     assert [other.row(t) for t in range(50)] != [first.row(t) for t in range(50)]
-    assert json.loads(json.dumps([row.answer for row in rows.values()])) == [row.answer for row in rows.values()]
+    answers = [row.references[0].answer for row in rows.values()]
+    assert json.loads(json.dumps(answers)) == answers
 
 
 def test_a_ticket_means_the_same_in_another_process(tmp_path):
@@ -148,7 +149,7 @@ def test_arithmetic_is_right():
         row = mixture.row(ticket)
         terms = [int(term) for term in row.prompt.removesuffix("=").split("+")]
         assert (
-            len(terms) == 3 and set(terms) <= set(range(1, 10)) and sum(terms) == row.answer and row.grader == "number"
+            len(terms) == 3 and set(terms) <= set(range(1, 10)) and row.references == (Reference("number", sum(terms)),)
         )
 
 
@@ -169,7 +170,7 @@ def test_countdown_always_has_a_solution():
     mixture = open_sources([Source(generator="countdown", args={"terms": 3, "largest": 20})], 0, "train")
     for ticket in range(60):
         row = mixture.row(ticket)
-        numbers, target = row.answer["numbers"], row.answer["target"]
+        numbers, target = row.references[0].answer["numbers"], row.references[0].answer["target"]
         assert len(numbers) == 3 and target in reachable([Fraction(n) for n in numbers])
         assert f"Reach {target} with the numbers {', '.join(map(str, numbers))}:" in row.prompt
 
@@ -178,23 +179,23 @@ def test_reasoning_gym_rows_are_graded_by_the_tasks_scorer():
     import reasoning_gym
 
     row = open_sources([Source(kind="reasoning_gym", task="spell_backward")], 0, "train").row(0)
-    size, index = row.answer["args"]["size"], row.answer["index"]
+    size, index = row.references[0].answer["args"]["size"], row.references[0].answer["index"]
     item = reasoning_gym.create_dataset("spell_backward", seed=0, size=size)[index]
     assert row.prompt == item["question"]
     pool = GraderPool(1, 20.0)
 
     async def main():
-        return [await pool.score(row, text) for text in (item["answer"], "zzz")]
+        return [await pool.score_all(row, text) for text in (item["answer"], "zzz")]
 
     try:
-        assert asyncio.run(main()) == [(1.0, None), (0.0, None)]
+        assert asyncio.run(main()) == [({"reasoning_gym": 1.0}, None), ({"reasoning_gym": 0.0}, None)]
     finally:
         pool.close()
 
 
 def test_reasoning_gym_with_another_grader_has_the_answer_as_text():
     row = open_sources([Source(kind="reasoning_gym", task="leg_counting", grader="number")], 0, "train").row(0)
-    assert row.grader == "number" and row.answer.isdigit()
+    assert row.references[0].grader == "number" and row.references[0].answer.isdigit()
 
 
 # ----------------------------------------------------------------------------------------------------------- files, hub
@@ -219,11 +220,11 @@ def test_gsm8k_from_the_hub_by_column_names(tmp_path, monkeypatch):
 
     async def main():
         pool = GraderPool(1, 10.0)
-        scores = [await pool.score(row, f"So it is {int(row.prompt[1:]) + 1}.") for row in rows]
+        scores = [await pool.score_all(row, f"So it is {int(row.prompt[1:]) + 1}.") for row in rows]
         pool.close()
         return scores
 
-    assert asyncio.run(main()) == [(1.0, None)] * 5
+    assert asyncio.run(main()) == [({"gsm8k": 1.0}, None)] * 5
 
 
 @pytest.mark.parametrize("error", [ConnectionError, datasets.exceptions.DatasetNotFoundError, ValueError])

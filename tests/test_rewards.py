@@ -12,7 +12,6 @@ import textwrap
 import threading
 import time
 import zlib
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,18 @@ from hypothesis import strategies as st
 import rewards
 import sandbox
 from configs.schema import ConfigError
-from rewards import GRADERS, GraderError, GraderPool, foreign_words, grade_code, grade_countdown, grade_math, shape
+from data import Reference
+from data import Row as DataRow
+from grading import GraderPool
+from rewards import GRADERS, GraderError, grade_code, grade_countdown, grade_math, shape
 
 REPO = Path(rewards.__file__).parent
 HAS_SANDBOX = shutil.which("bwrap") is not None
 needs_sandbox = pytest.mark.skipif(not HAS_SANDBOX, reason="bubblewrap is not installed")
 
 
-@dataclass
-class Row:
-    grader: str
-    answer: Any
-    prompt_id: str = "test/1"
+def Row(grader: str, answer: Any) -> DataRow:
+    return DataRow("test/1", "test", "Add them.", (Reference(grader, answer),))
 
 
 def gym_row(task, index=0):
@@ -51,7 +50,7 @@ def gym_row(task, index=0):
 
 def grade_all(pool, rows_and_texts):
     async def main():
-        return await asyncio.gather(*(pool.score(row, text) for row, text in rows_and_texts))
+        return await asyncio.gather(*(pool.score(row, row.references[0], text) for row, text in rows_and_texts))
 
     return asyncio.run(main())
 
@@ -70,18 +69,17 @@ def gym():
 
 @pytest.fixture
 def forked(tmp_path, monkeypatch):
-    """rewards.py as a user's fork: `forked(source)` adds source below GRADERS and imports the result."""
+    """rewards.py as a user's fork: `forked(source)` adds source below GRADERS and gives its grading.py."""
     monkeypatch.setenv("PYTHONPATH", str(REPO))  # the workers of the copy find sandbox.py and configs/
 
     def fork(source):
-        marker = '\n\nif __name__ == "__main__":'
-        text, found, end = (REPO / "rewards.py").read_text().rpartition(marker)
-        path = tmp_path / "forked_rewards.py"
-        path.write_text(text + "\n" + textwrap.dedent(source) + found + end)
-        spec = importlib.util.spec_from_file_location("forked_rewards", path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "forked_rewards", module)
-        spec.loader.exec_module(module)
+        (tmp_path / "rewards.py").write_text((REPO / "rewards.py").read_text() + "\n" + textwrap.dedent(source))
+        shutil.copy(REPO / "grading.py", tmp_path)
+        for name in ("rewards", "grading"):
+            spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
+            module = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, name, module)
+            spec.loader.exec_module(module)
         return module
 
     return fork
@@ -246,7 +244,7 @@ def test_pool_from_loops_in_threads(pool):
 
 
 def test_every_grader_has_a_golden_pair_here():
-    assert set(GRADERS) == {entry[0] for entry in GOLDEN} | {"code", "reasoning_gym"}
+    assert set(GRADERS) == {entry[0] for entry in GOLDEN} | {"code", "reasoning_gym", "judge"}  # judge: test_judge.py
 
 
 numbers = st.integers(min_value=0, max_value=99)
@@ -300,7 +298,6 @@ INLINE = [
 def test_no_inline_grader_raises(text):
     for grader, answer in INLINE:
         assert GRADERS[grader].score(text, answer) in (0.0, 1.0)
-    assert foreign_words(text, text[::2]) >= 0
     assert rewards.final_code(text) is not None
 
 
@@ -328,8 +325,19 @@ def test_junk_scores_zero_everywhere(pool, gym):
     rows += [Row("code", "assert f(1) == 2")] * HAS_SANDBOX
     for row in rows:
         for text, (score, _) in zip(JUNK, grade_all(pool, [(row, text) for text in JUNK]), strict=True):
-            if not (row.grader in ("number", "gsm8k") and "1" in text):  # junk that does end in the answer
-                assert score == 0.0, (row.grader, text[:20])
+            if not (row.references[0].grader in ("number", "gsm8k") and "1" in text):  # junk that does end in the answer
+                assert score == 0.0, (row, text[:20])
+
+
+def test_a_right_answer_counts_after_a_megabyte_of_any_script(pool, gym):
+    noise = "so \U0001f600 \u6211\u4eec \u043f\u0440\u0438 \u202e\u0661 x\n" * 50_000
+    right = {"number": "24", "gsm8k": "#### 1024", "choice": "B", "countdown": "<answer>(1+2)*3</answer>", "math": "\\boxed{42}"}
+    answers = {"number": 24, "gsm8k": GSM8K, "choice": "B", "countdown": {"numbers": [1, 2, 3], "target": 9}, "math": "42"}
+    work = [(Row(name, answers[name]), noise + text) for name, text in right.items()]
+    work += [(Row("exact", noise.strip()), noise), (Row("format", ".*x"), noise)]
+    work += [(gym, f"{noise}<answer>{gym_row('spell_backward')[1]['answer']}</answer>")]
+    work += [(Row("code", "assert x == '\u6211'"), noise + "```python\nx = '\u6211'\n```")] * HAS_SANDBOX
+    assert grade_all(pool, work * 2) == [(1.0, None)] * len(work * 2)
 
 
 def test_no_grader_runs_the_text(pool, tmp_path):
@@ -377,7 +385,7 @@ def test_reasoning_gym_pays_its_own_answer_and_nothing_else(pool, task):
 
 def test_reasoning_gym_problem_that_changes_stops_the_run(pool):
     row, _ = gym_row("spell_backward")
-    row.answer["question_crc"] ^= 1
+    row.references[0].answer["question_crc"] ^= 1
     with pytest.raises(GraderError, match="spell_backward did not make the same problem twice"):
         grade_all(pool, [(row, "x")])
 
@@ -459,6 +467,7 @@ def test_a_users_isolated_grader(forked):
             if response == "raise":
                 raise KeyError("mine")
             if response == "imports":
+                import sys
                 return float("torch" not in sys.modules)
             return 0.25
 
@@ -563,7 +572,7 @@ def test_close_leaves_no_process_even_while_grading():
     hang = Row("format", "(a+)+c")
 
     async def main():
-        tasks = [asyncio.create_task(pool.score(hang, "a" * 60 + "b")) for _ in range(3)]
+        tasks = [asyncio.create_task(pool.score(hang, hang.references[0], "a" * 60 + "b")) for _ in range(3)]
         while not all(worker.process for worker in pool.workers):
             await asyncio.sleep(0.05)
         pids = [worker.process.pid for worker in pool.workers]
@@ -578,12 +587,12 @@ def test_close_leaves_no_process_even_while_grading():
 @pytest.mark.parametrize("text", ["b", "a" * 60 + "b"], ids=["idle", "grading"])
 def test_workers_end_when_their_parent_is_killed(text):
     program = f"""
-import asyncio, rewards
-class Row: grader, answer, prompt_id = "format", "(a+)+c", "x"
-pool = rewards.GraderPool(1, 3.0)
+import asyncio, data, grading
+row = data.Row("x", "x", "x", (data.Reference("format", "(a+)+c"),))
+pool = grading.GraderPool(1, 3.0)
 async def main():
-    await pool.score(Row, "b")
-    score = asyncio.create_task(pool.score(Row, {text!r}))
+    await pool.score_all(row, "b")
+    score = asyncio.create_task(pool.score_all(row, {text!r}))
     await asyncio.sleep(0.5)
     print(pool.workers[0].process.pid, score.done(), flush=True)
     await asyncio.sleep(100)
@@ -598,7 +607,7 @@ asyncio.run(main())
 
 
 def test_importing_rewards_stays_light():
-    program = "import rewards, sys; print([m for m in ('torch', 'sympy', 'numpy', 'transformers') if m in sys.modules])"
+    program = "import grading, sys; print([m for m in ('torch', 'sympy', 'numpy', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True).stdout == "[]\n"
 
 
@@ -682,6 +691,18 @@ def test_sandbox_check_passes_here_and_names_the_package_where_it_is_missing(mon
 # ----------------------------------------------------------------------------------------------------------- the reward
 
 
+@given(
+    task=st.floats(0, 1), foreign_words=st.integers(0, 500), length=st.integers(0, 1 << 17), max_length=st.integers(1, 1 << 17),
+    pass_rate=st.floats(0, 1), w_lang=st.floats(0, 1), alpha=st.floats(0, 0.1), w_len=st.floats(0, 1),
+)  # fmt: skip
+def test_shape_equals_exact_arithmetic(task, foreign_words, length, max_length, pass_rate, w_lang, alpha, w_len):
+    exact = Fraction(task) + Fraction(w_lang) * max(1 - Fraction(alpha) * foreign_words, 0)
+    exact -= Fraction(w_len) * Fraction(pass_rate) * length / max_length
+    parts = dict(foreign_words=foreign_words, length=length, max_length=max_length, pass_rate=pass_rate)
+    got = shape(task, **parts, w_lang=w_lang, alpha=alpha, w_len=w_len)
+    assert got == pytest.approx(float(exact), rel=1e-14, abs=1e-14 * max(1, length / max_length))
+
+
 def test_shape_is_the_report_formula():
     base = dict(foreign_words=0, length=0, max_length=100, pass_rate=0.5, w_lang=0.5, alpha=0.005, w_len=0.25)
     assert shape(1.0, **base) == 1.5
@@ -690,26 +711,3 @@ def test_shape_is_the_report_formula():
     assert shape(1.0, **base | dict(length=100)) == pytest.approx(1.0 + 0.5 - 0.125)
     assert shape(1.0, **base | dict(length=100, pass_rate=0.0)) == 1.5  # a problem nobody solves may be long
     assert shape(1.0, **base | dict(w_lang=0.0, w_len=0.0, foreign_words=9, length=50)) == 1.0
-
-
-@pytest.mark.parametrize(
-    "n, text, prompt",
-    [
-        (0, "The sum is 12.", "1+2="),
-        (2, "so \u043f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 ok", "Add them."),  # two Russian words
-        (0, "\u043f\u0440\u0438\u0432\u0435\u0442", "\u0440\u0435\u0448\u0438"),
-        (2, "\u6211\u4eec\u9700\u8981", "Add them."),  # four Chinese characters
-        (0, "\u8db3\u3059\u3068\u30ab\u30bf", "\u8db3\u3057\u3066"),  # Japanese mixes three scripts
-        (0, "angle \u03b1 and \u0394x, \u211d, \u00b5m, \U0001d465", "Find it."),
-        (0, "$\u03b1\u03b2\u03b3$ `\u043f\u0440\u0438` ```\n\u043f\u0440\u0438\u0432\u0435\u0442\n```", "Find it."),
-        (
-            0,
-            "\u041c\u043e\u0441\u043a\u0432\u0430 is a city, caf\u00e9 is a word",
-            "Where?",
-        ),  # a name; accents are Latin
-        (3, "\u7b54\u6848 is forty two", "\u8bf7\u56de\u7b54"),  # English reasoning to a Chinese prompt
-        (0, "\u7b54\u6848 GPU x Python", "\u8bf7\u56de\u7b54"),
-    ],
-)
-def test_foreign_words(n, text, prompt):
-    assert foreign_words(text, prompt) == n
