@@ -5,7 +5,7 @@ CONFIG ?= configs/tiny_cpu.yaml
 ARGS ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: env train test smollm2 bench-attention clean ready
+.PHONY: env train test reset smollm2 bench-attention clean ready
 
 env:  # the last line of output is the path of the environment's python
 	@.ci/env.sh
@@ -15,6 +15,15 @@ train: ready
 
 test: ready
 	@.venv/bin/pytest $(ARGS)
+
+# Distils a run's rollouts into a clean base, unless that is done, and starts (or resumes) RL from it in RUN-reset:
+#   make reset RUN=runs/mine DISTILL="--examples 2000" ARGS="train.lr=1e-4"
+reset: RUN := $(RUN:/=)
+reset: ready
+	@$(if $(RUN),,$(error name the run: make reset RUN=runs/tiny))
+	@test -e $(RUN)-reset/student || .venv/bin/python distill.py $(RUN) --out $(RUN)-reset/student $(DISTILL)
+	@.venv/bin/python train.py $(RUN)/config.yaml model.path=$(RUN)-reset/student run.dir=$(RUN)-reset \
+		run.name=$(notdir $(RUN))-reset $(ARGS)
 
 smollm2: ready  # fetches SmolLM2-135M and converts it
 	@.venv/bin/python smollm2.py $(ARGS)

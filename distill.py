@@ -48,6 +48,7 @@ from configs import schema
 from configs.schema import Config, ConfigError
 
 RECORD = "distill.json"  # in the model directory: what it was made from
+EVERY = 40  # steps between two lines of progress
 
 
 class Stored(msgspec.Struct):
@@ -103,7 +104,7 @@ def window(evals: list[dict], margin: float) -> tuple[int, int]:
 
 
 def verdict(r: Stored, versions: tuple[int, int], keep: Callable[[Stored], bool]) -> str:
-    """Whether a rollout may be taught ("taught"), or why not."""
+    """Whether a rollout may be taught ("usable"), or why not."""
     if r.failure is not None or not rollout.passes(r.task):
         return "failed"
     if r.finish != "stop":
@@ -111,14 +112,15 @@ def verdict(r: Stored, versions: tuple[int, int], keep: Callable[[Stored], bool]
     sampled = [version for version, mask in zip(r.versions, r.mask) if mask]
     if min(sampled) < versions[0] or max(sampled) > versions[1]:
         return "of other publications"
-    return "taught" if keep(r) else "filtered"
+    return "usable" if keep(r) else "filtered"
 
 
-def choose(prompts: Sequence[str], n: int, per_prompt: int, seed: int) -> list[int]:
-    """n random indices of traces, given the prompt of each; fewer where there are no more.
+def choose(prompts: Sequence[str], copies: Sequence[int], n: int, per_prompt: int, seed: int) -> list[int]:
+    """n random indices of distinct traces, given each one's prompt and how often it was sampled; fewer if there are no more.
 
     Evenly over the prompts, which take turns: no prompt gives a second trace before all have given one, and none gives
-    more than `per_prompt`. Which traces and, in the last round, which prompts is random.
+    more than `per_prompt`. Within a prompt the chance to be next is proportional to `copies`, as if all copies were
+    shuffled and only the first of each kept: what the teacher does seldom, such as a lucky guess, stays seldom.
     """
     rng = random.Random(f"{seed} choose")
     by_prompt: dict[str, list[int]] = {}
@@ -127,7 +129,7 @@ def choose(prompts: Sequence[str], n: int, per_prompt: int, seed: int) -> list[i
     turns = list(by_prompt.values())
     rng.shuffle(turns)
     for traces in turns:
-        rng.shuffle(traces)
+        traces.sort(key=lambda i: rng.expovariate(copies[i]))  # the first of exponential clocks is i with chance ~ rate
     rounds = [[traces[k] for traces in turns if k < len(traces)] for k in range(per_prompt)]
     return [i for each in rounds for i in each][:n]
 
@@ -150,12 +152,13 @@ def hold_out(prompts: Sequence[str], fraction: float, seed: int) -> set[str]:
 
 
 class Place(NamedTuple):
-    """Where a trace is in a store, and the digest of its prompt. Stores take gigabytes: tokens are read when chosen."""
+    """Where a trace is in a store, and digests of its prompt and tokens. Stores take gigabytes: more is read when chosen."""
 
     path: str
     line: int
     offset: int  # bytes
     prompt: str
+    tokens: str
 
 
 def digest(content: bytes) -> str:
@@ -174,17 +177,18 @@ def decode(line: bytes, path: str, number: int) -> Stored:
 
 
 def candidates(
-    run_dir: str, versions: tuple[int, int], keep: Callable[[Stored], bool], seen: set[str]
-) -> tuple[list[Place], Counter]:
-    """The places of all rollouts of a run that may be taught, each list of tokens once, and how many had which verdict.
+    run_dir: str, versions: tuple[int, int], keep: Callable[[Stored], bool], elsewhere: set[str]
+) -> tuple[dict[Place, int], Counter]:
+    """The rollouts of a run that may be taught: each list of tokens once, with the number of its copies; and how many
+    rollouts had which verdict. Lists in `elsewhere`, of the runs before, are left out.
 
-    `seen` holds the digests of the tokens found so far, and grows. A last line without its end, as a kill leaves it, is
-    skipped and counted. Raises ConfigError for any other line that is broken, and where there is no store.
+    A last line without its end, as a kill leaves it, is skipped and counted. Raises ConfigError for any other line that is
+    broken, and where there is no store.
     """
     paths = sorted(glob.glob(os.path.join(glob.escape(run_dir), "rollouts", "*.jsonl")))
     if not paths:
         raise ConfigError(f"{run_dir} has no rollouts/*.jsonl: is it the directory of a run?")
-    places, verdicts = [], Counter()
+    places, copies, verdicts = {}, Counter(), Counter()
     for path in paths:
         offset = 0
         with open(path, "rb") as lines:
@@ -194,16 +198,16 @@ def candidates(
                     break
                 r = decode(line, path, number)
                 why = verdict(r, versions, keep)
-                if why == "taught":
+                if why == "usable":
                     tokens = digest(np.array(r.tokens, dtype=np.int64).tobytes())
-                    if tokens in seen:
-                        why = "duplicate"
-                    else:
-                        seen.add(tokens)
-                        places.append(Place(path, number, offset, digest(msgspec.json.encode(r.prompt))))
+                    copies[tokens] += 1
+                    if tokens in elsewhere:
+                        why = "of another run too"
+                    elif copies[tokens] == 1:
+                        places[tokens] = Place(path, number, offset, digest(msgspec.json.encode(r.prompt)), tokens)
                 verdicts[why] += 1
                 offset += len(line)
-    return places, verdicts
+    return {place: copies[tokens] for tokens, place in places.items()}, verdicts
 
 
 def read(place: Place) -> Stored:
@@ -252,6 +256,12 @@ def as_rollout(r: Stored) -> sync.Rollout:
 
 
 # --------------------------------------------------------------------------------------------------------- fine-tuning
+
+
+def default_lr(width: int) -> float:
+    """A rule of thumb between 3e-3, which suits the tiny base (width 128), and the 1e-5 that is customary for models of a
+    few billion parameters (8e-6 at width 2560). Not a multiple of the run's own rate, which may be why it collapsed."""
+    return 50 / width**2
 
 
 def schedule(step: int, steps: int, warmup: float) -> float:
@@ -320,30 +330,36 @@ def finetune(policy: train.Policy, taught: list, held_out: list, options: argpar
     Raises FloatingPointError for a gradient that is not finite.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    batches = math.ceil(len(taught) / options.batch)
-    steps = options.epochs * batches
+    steps, batch = options.steps, options.batch
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps, options.warmup))
-    losses = {"train": [], "held_out": [validation_loss(policy, held_out, options.row_tokens, dtype)]}
-    print(f"distil: {steps} steps of {options.batch} traces; held-out loss {losses['held_out'][0]:.4f}", flush=True)
+    losses = {"train": [], "held_out": {0: validation_loss(policy, held_out, options.row_tokens, dtype)}}
+    print(
+        f"distil: {steps} steps of {batch} traces ({steps * batch / len(taught):.1f} epochs), lr {options.lr:.2g}; "
+        f"held-out loss of the base {losses['held_out'][0]:.4f}",
+        flush=True,
+    )
     start = time.monotonic()
     torch.manual_seed(options.seed)
     policy.train()
-    for epoch in range(options.epochs):
-        order = random.Random(f"{options.seed} epoch {epoch}").sample(taught, len(taught))
-        for i in range(0, len(order), options.batch):
-            losses["train"].append(backward(policy, order[i : i + options.batch], options.row_tokens, dtype))
-            norm = float(nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
-            if not math.isfinite(norm):
-                raise FloatingPointError(f"gradient norm {norm} at step {len(losses['train'])}, loss {losses['train'][-1]}")
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            scheduler.step()
-        losses["held_out"].append(validation_loss(policy, held_out, options.row_tokens, dtype))
-        print(
-            f"distil: epoch {epoch + 1}/{options.epochs}  loss {np.mean(losses['train'][-batches:]):.4f}"
-            f"  held-out {losses['held_out'][-1]:.4f}  {time.monotonic() - start:.0f} s",
-            flush=True,
-        )
+    order = []
+    for step in range(1, steps + 1):
+        while len(order) < batch:  # the next epoch
+            order += random.Random(f"{options.seed} step {step} {len(order)}").sample(taught, len(taught))
+        losses["train"].append(backward(policy, order[:batch], options.row_tokens, dtype))
+        del order[:batch]
+        norm = float(nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm {norm} at step {step}, loss {losses['train'][-1]}")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        scheduler.step()
+        if step % EVERY == 0 or step == steps:
+            losses["held_out"][step] = validation_loss(policy, held_out, options.row_tokens, dtype)
+            print(
+                f"distil: step {step}/{steps}  loss {np.mean(losses['train'][-EVERY:]):.4f}"
+                f"  held-out {losses['held_out'][step]:.4f}  {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
     return losses
 
 
@@ -361,24 +377,26 @@ def clean_base(config: Config) -> str:
 
 def find_traces(options: argparse.Namespace, base_tokenizer) -> tuple[list[Stored], list[str], list[dict]]:
     """The chosen traces of all runs, the digests of their prompts, and for the record what was chosen of each run."""
-    keep = options.filter
-    seen, places, records = set(), [], []
+    elsewhere, places, records = set(), [], []
     for run_dir in options.runs:
         versions = options.versions or window(plot.read(os.path.join(run_dir, "eval.jsonl")), options.margin)
-        found, verdicts = candidates(run_dir, versions, keep, seen)
+        found, verdicts = candidates(run_dir, versions, options.filter, elsewhere)
         if not found:
             raise ConfigError(f"{run_dir}: no rollout of publications {versions[0]}..{versions[1]} to teach: {dict(verdicts)}")
+        elsewhere |= {place.tokens for place in found}
         places.append(found)
         records.append({"run": run_dir, "share": options.runs[run_dir], "versions": versions, "verdicts": dict(verdicts)})
-    most = [len(choose([p.prompt for p in found], len(found), options.per_prompt, options.seed)) for found in places]
+    most = [sum(min(n, options.per_prompt) for n in Counter(p.prompt for p in found).values()) for found in places]
     counts = counts_by_share(most, list(options.runs.values()), options.examples)
     traces, prompts = [], []
     for found, count, available, record in zip(places, counts, most, records):
-        chosen = [found[i] for i in choose([p.prompt for p in found], count, options.per_prompt, options.seed)]
+        distinct, copies = list(found), list(found.values())
+        order = choose([p.prompt for p in distinct], copies, count, options.per_prompt, options.seed)
+        chosen = [distinct[i] for i in order]
         record |= {"available": available, "traces": count, "prompts": len({p.prompt for p in chosen})}
         print(
-            "distil: {run}: publications {versions[0]}..{versions[1]}, {traces} of {available} traces (at most "
-            "{per_prompt} a prompt), {prompts} prompts; all its rollouts: {verdicts}".format(
+            "distil: {run}: publications {versions[0]}..{versions[1]}; {traces} of {available} distinct traces (at most "
+            "{per_prompt} a prompt) to {prompts} prompts; all rollouts: {verdicts}".format(
                 per_prompt=options.per_prompt, **record
             ),
             flush=True,
@@ -413,7 +431,6 @@ def distil(options: argparse.Namespace) -> None:
     if options.template is None and len({c.model.template for c in configs}) > 1:
         raise ConfigError("the runs have different values of model.template: choose one, --template chat (or raw)")
     options.base = options.base or bases.pop()
-    options.lr = options.lr or 10 * config.train.lr
     options.row_tokens = options.row_tokens or config.train.max_tokens_per_microbatch
     if options.base == pretrain.PATH:
         pretrain.ensure()
@@ -429,6 +446,7 @@ def distil(options: argparse.Namespace) -> None:
         ).to(device)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{options.base} is no usable model ({str(error).splitlines()[0][:200]})") from error
+    options.lr = options.lr or default_lr(lm.config.hidden_size)
     longest, largest = max(len(r.tokens) for r in traces), max(max(r.tokens) for r in traces)
     if longest > min(options.row_tokens, lm.config.max_position_embeddings) or largest >= lm.config.vocab_size:
         raise ConfigError(
@@ -466,7 +484,7 @@ def write(out: str, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, record: d
 # ----------------------------------------------------------------------------------------------------------------- main
 
 TUNING = (
-    "examples", "per_prompt", "margin", "held_out", "epochs", "batch", "row_tokens", "lr", "warmup", "dropout",
+    "examples", "per_prompt", "margin", "held_out", "steps", "batch", "row_tokens", "lr", "warmup", "dropout",
     "weight_decay", "seed",
 )  # fmt: skip
 
@@ -522,12 +540,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--margin", type=FRACTION, default=0.02, help="how far below the best pass rate the evaluations before it may be")
     add("--filter", type=function, default=keep, metavar="MODULE:FUNCTION", help="says of a Stored whether to keep it")
     add("--examples", type=COUNT, default=4096, help="traces in all, at most")
-    add("--per-prompt", type=COUNT, default=4, help="traces of one prompt, at most")
+    add("--per-prompt", type=COUNT, default=1, help="traces of one prompt, at most; more bring in rarer ones")
     add("--held-out", type=FRACTION, default=0.05, help="fraction of the prompts that the validation loss is taken on")
-    add("--epochs", type=COUNT, default=4)
+    add("--steps", type=COUNT, default=120)
     add("--batch", type=COUNT, default=64, help="traces per step")
     add("--row-tokens", type=COUNT, help="tokens of a packed row; default: the run's train.max_tokens_per_microbatch")
-    add("--lr", type=ABOVE_ZERO, help="peak learning rate of AdamW; default: ten times the run's train.lr")
+    add("--lr", type=ABOVE_ZERO, help="peak learning rate of AdamW; default: 50 / width^2")
     add("--warmup", type=FRACTION, default=0.02, help="fraction of the steps; then a cosine to 0")
     add("--dropout", type=FRACTION, default=0.15, help="on the output of every attention and MLP")
     add("--weight-decay", type=FRACTION, default=0.001)
