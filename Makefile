@@ -18,12 +18,12 @@ test: ready
 
 # Distils a run's rollouts into a clean base, unless that is done, and starts (or resumes) RL from it in RUN-reset:
 #   make reset RUN=runs/mine DISTILL="--examples 2000" ARGS="train.lr=1e-4"
-reset: RUN := $(RUN:/=)
+reset: run = $(RUN:/=)
 reset: ready
-	@$(if $(RUN),,$(error name the run: make reset RUN=runs/tiny))
-	@test -e $(RUN)-reset/student || .venv/bin/python distill.py $(RUN) --out $(RUN)-reset/student $(DISTILL)
-	@.venv/bin/python train.py $(RUN)/config.yaml model.path=$(RUN)-reset/student run.dir=$(RUN)-reset \
-		run.name=$(notdir $(RUN))-reset $(ARGS)
+	@$(if $(run),,$(error name the run: make reset RUN=runs/tiny))
+	@test -e $(run)-reset/student || .venv/bin/python distill.py $(run) --out $(run)-reset/student $(DISTILL)
+	@.venv/bin/python train.py $(run)/config.yaml model.path=$(run)-reset/student run.dir=$(run)-reset \
+		run.name=$(notdir $(run))-reset $(ARGS)
 
 smollm2: ready  # fetches SmolLM2-135M and converts it
 	@.venv/bin/python smollm2.py $(ARGS)

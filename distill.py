@@ -143,9 +143,10 @@ def counts_by_share(available: list[int], shares: list[float], most: int) -> lis
 
 
 def hold_out(prompts: Sequence[str], fraction: float, seed: int) -> set[str]:
-    """The prompts whose traces are for validation: `fraction` of all, at random."""
+    """The prompts whose traces are for validation: `fraction` of all, at random, and never all."""
     distinct = sorted(set(prompts))
-    return set(random.Random(f"{seed} hold out").sample(distinct, round(fraction * len(distinct))))
+    count = min(round(fraction * len(distinct)), len(distinct) - 1)
+    return set(random.Random(f"{seed} hold out").sample(distinct, count))
 
 
 # ----------------------------------------------------------------------------------------------------------- the store
@@ -169,7 +170,7 @@ def decode(line: bytes, path: str, number: int) -> Stored:
     """Raises ConfigError, naming file and line, if it holds no well-formed rollout."""
     try:
         r = msgspec.json.decode(line, type=Stored)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: line {number} is no rollout: {error}") from error
     if not len(r.tokens) == len(r.mask) == len(r.versions) or 1 not in r.mask or r.mask[0] or min(r.tokens) < 0:
         raise ConfigError(f"{path}: line {number} has tokens, mask and versions that do not fit together")
@@ -270,7 +271,7 @@ def schedule(step: int, steps: int, warmup: float) -> float:
     rise = max(1, round(warmup * steps))
     if step < rise:
         return (step + 1) / rise
-    return (1 + math.cos(math.pi * (step - rise) / (steps - rise))) / 2
+    return (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise))) / 2
 
 
 @contextlib.contextmanager
@@ -341,10 +342,10 @@ def finetune(policy: train.Policy, taught: list, held_out: list, options: argpar
     start = time.monotonic()
     torch.manual_seed(options.seed)
     policy.train()
-    order = []
+    rng, order = random.Random(f"{options.seed} order"), []
     for step in range(1, steps + 1):
         while len(order) < batch:  # the next epoch
-            order += random.Random(f"{options.seed} step {step} {len(order)}").sample(taught, len(taught))
+            order += rng.sample(taught, len(taught))
         losses["train"].append(backward(policy, order[:batch], options.row_tokens, dtype))
         del order[:batch]
         norm = float(nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
@@ -462,6 +463,12 @@ def distil(options: argparse.Namespace) -> None:
     held_out = [as_rollout(r) for r, prompt in zip(traces, prompts) if prompt in validation]
     with residual_dropout(lm, options.dropout):
         losses = finetune(policy, taught, held_out, options, getattr(torch, config.model.dtype))
+    before, after = losses["held_out"][0], losses["held_out"][options.steps]
+    if after >= before:
+        raise ConfigError(
+            f"the held-out loss rose from {before:.4f} to {after:.4f}, so nothing is written: lower --lr {options.lr:.2g}, or "
+            f"--steps {options.steps}"
+        )
 
     record = {"base": options.base, "runs": records, "taught": len(taught), "held_out": len(held_out)}
     record |= {name: getattr(options, name) for name in TUNING} | {"template": options.template, "losses": losses}
@@ -530,7 +537,8 @@ def function(text: str) -> Callable[[Stored], bool]:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options; `runs` becomes {directory: share}. Raises ConfigError."""
-    parser = Parser(prog="distill.py", description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    show_defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser(prog="distill.py", description=__doc__.split("\n")[0], formatter_class=show_defaults)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN[=SHARE]", help="run directory, and its weight among the runs (default 1)")
     add("--out", help="directory of the student; default, for one run: RUN-reset/student")
