@@ -90,7 +90,9 @@ def window(evals: list[dict], margin: float) -> tuple[int, int]:
         passed[line["version"]] += line["prompts"] * line["pass_at_1"]
     versions = sorted(prompts)
     if not versions:
-        raise ConfigError("no evaluation says when the run was at its best: name the publications, --versions FIRST:LAST")
+        raise ConfigError(
+            "no evaluation says when the run was at its best: name the publications, --versions FIRST:LAST"
+        )
     rates = [passed[v] / prompts[v] for v in versions]
     best = max(range(len(versions)), key=lambda i: (rates[i], i))
     if best == 0:
@@ -325,12 +327,16 @@ def validation_loss(policy: train.Policy, traces: list[sync.Rollout], capacity: 
     return total / sum(int(trace.mask.sum()) for trace in traces) if traces else math.nan
 
 
-def finetune(policy: train.Policy, taught: list, held_out: list, options: argparse.Namespace, dtype: torch.dtype) -> dict:
+def finetune(
+    policy: train.Policy, taught: list, held_out: list, options: argparse.Namespace, dtype: torch.dtype
+) -> dict:
     """Trains in place; the losses before, after and during, in nats per token.
 
     Raises FloatingPointError for a gradient that is not finite.
     """
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
+    )
     steps, batch = options.steps, options.batch
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps, options.warmup))
     losses = {"train": [], "held_out": {0: validation_loss(policy, held_out, options.row_tokens, dtype)}}
@@ -383,10 +389,14 @@ def find_traces(options: argparse.Namespace, base_tokenizer) -> tuple[list[Store
         versions = options.versions or window(plot.read(os.path.join(run_dir, "eval.jsonl")), options.margin)
         found, verdicts = candidates(run_dir, versions, options.filter, elsewhere)
         if not found:
-            raise ConfigError(f"{run_dir}: no rollout of publications {versions[0]}..{versions[1]} to teach: {dict(verdicts)}")
+            raise ConfigError(
+                f"{run_dir}: no rollout of publications {versions[0]}..{versions[1]} to teach: {dict(verdicts)}"
+            )
         elsewhere |= {place.tokens for place in found}
         places.append(found)
-        records.append({"run": run_dir, "share": options.runs[run_dir], "versions": versions, "verdicts": dict(verdicts)})
+        records.append(
+            {"run": run_dir, "share": options.runs[run_dir], "versions": versions, "verdicts": dict(verdicts)}
+        )
     most = [sum(min(n, options.per_prompt) for n in Counter(p.prompt for p in found).values()) for found in places]
     counts = counts_by_share(most, list(options.runs.values()), options.examples)
     traces, prompts = [], []
@@ -416,7 +426,9 @@ def find_traces(options: argparse.Namespace, base_tokenizer) -> tuple[list[Store
         traces += these
         prompts += [p.prompt for p in chosen]
     if sum(counts) < options.examples:
-        print(f"distil: {sum(counts)} traces in all, not --examples {options.examples}: there are no more in these shares")
+        print(
+            f"distil: {sum(counts)} traces in all, not --examples {options.examples}: there are no more in these shares"
+        )
     return traces, prompts, records
 
 
@@ -470,9 +482,12 @@ def distil(options: argparse.Namespace) -> None:
             f"--steps {options.steps}"
         )
 
-    record = {"base": options.base, "runs": records, "taught": len(taught), "held_out": len(held_out)}
-    record |= {name: getattr(options, name) for name in TUNING} | {"template": options.template, "losses": losses}
-    record["seconds"] = round(time.monotonic() - started, 1)
+    record = {
+        "base": options.base, "template": options.template or config.model.template, "runs": records,
+        "traces": {"taught": len(taught), "held_out": len(held_out)},
+        "options": {name: getattr(options, name) for name in TUNING}, "losses": losses,
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
     write(options.out, lm, tokenizer, record)
     print(f"distil: {options.out} is ready, {record['seconds']:.0f} s; start from it with model.path={options.out}")
 
@@ -545,7 +560,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--base", help="model that is fine-tuned; default: what the run started from before any reset")
     add("--template", choices=["chat", "raw"], help="render the prompts again, in this format of the base's tokenizer")
     add("--versions", type=publications, metavar="FIRST:LAST", help="publications; default: up to the best evaluation")
-    add("--margin", type=FRACTION, default=0.02, help="how far below the best pass rate the evaluations before it may be")
+    add(
+        "--margin",
+        type=FRACTION,
+        default=0.02,
+        help="how far below the best pass rate the evaluations before it may be",
+    )
     add("--filter", type=function, default=keep, metavar="MODULE:FUNCTION", help="says of a Stored whether to keep it")
     add("--examples", type=COUNT, default=4096, help="traces in all, at most")
     add("--per-prompt", type=COUNT, default=1, help="traces of one prompt, at most; more bring in rarer ones")
@@ -561,7 +581,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     runs = {}
     for text in options.runs:
-        run_dir, equals, share = text.rpartition("=") if "=" in text else (text, "", "1")
+        run_dir, _, share = text.rpartition("=") if "=" in text else (text, "", "1")
         run_dir = run_dir.rstrip("/")
         if run_dir in runs:
             raise ConfigError(f"{run_dir} is named twice")

@@ -33,7 +33,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def line(prompt="1+2=", response="3", version=5, task=1.0, finish="stop", failure=None, prompt_ids=(4, 30, 1, 5), **more):
+def line(
+    prompt="1+2=", response="3", version=5, task=1.0, finish="stop", failure=None, prompt_ids=(4, 30, 1, 5), **more
+):
     """A line of a store, of pretrain's tokenizer; a version for each sampled token, or one for all."""
     ids = [9 + ord(c) - 32 for c in response] + [1] * (finish == "stop")
     versions = [version] * len(ids) if isinstance(version, int) else list(version)
@@ -47,7 +49,15 @@ def line(prompt="1+2=", response="3", version=5, task=1.0, finish="stop", failur
 
 def evaluation(step, rate, source="p", prompts=100, version=None):
     version = step if version is None else version
-    return {"step": step, "version": version, "source": source, "pass_at_1": rate, "stderr": 0.0, "k": 1, "prompts": prompts}
+    return {
+        "step": step,
+        "version": version,
+        "source": source,
+        "pass_at_1": rate,
+        "stderr": 0.0,
+        "k": 1,
+        "prompts": prompts,
+    }
 
 
 def write_run(folder: Path, model: str, files: list[list[dict]], evals=(), *overrides) -> str:
@@ -383,7 +393,7 @@ def test_the_record_and_the_loss(student, run, model_dir):
     record = json.loads((Path(student[0]) / distill.RECORD).read_text())
     losses = record["losses"]
     assert losses["held_out"]["30"] < 0.5 * losses["held_out"]["0"] and len(losses["train"]) == 30
-    assert record["base"] == model_dir and record["seed"] == 0 and record["dropout"] == 0.15
+    assert record["base"] == model_dir and record["options"]["seed"] == 0 and record["options"]["dropout"] == 0.15
     (mine,) = record["runs"]
     assert (mine["run"], mine["versions"], mine["traces"], mine["prompts"]) == (run, [10, 20], 120, 120)
     assert mine["verdicts"] == {"usable": 150, "of other publications": 40}
@@ -400,10 +410,12 @@ def test_a_run_from_a_student_is_distilled_into_the_clean_base(student, model_di
 
 
 def test_make_reset_distils_once_and_starts_the_run(run):
-    recipe = subprocess.run(["make", "-n", "reset", f"RUN={run}/", "ARGS=train.lr=1"], cwd=ROOT, text=True, capture_output=True)
-    distils, starts = recipe.stdout.replace("\\\n", "").splitlines()[-2:]
+    recipe = subprocess.check_output(["make", "-n", "reset", f"RUN={run}/", "ARGS=train.lr=1"], cwd=ROOT, text=True)
+    distils, starts = recipe.replace("\\\n", "").splitlines()[-2:]
     assert f"test -e {run}-reset/student || .venv/bin/python distill.py {run} --out {run}-reset/student" in distils
-    expected = f"train.py {run}/config.yaml model.path={run}-reset/student run.dir={run}-reset run.name=tiny-reset train.lr=1"
+    expected = (
+        f"train.py {run}/config.yaml model.path={run}-reset/student run.dir={run}-reset run.name=tiny-reset train.lr=1"
+    )
     assert " ".join(starts.split()).endswith(expected)
 
 
@@ -413,7 +425,7 @@ def test_specialists_are_merged_by_share(run, model_dir, tmp_path, capsys):
     assert distill.main([f"{run}=0.75", f"{other}=0.25", "--out", str(out), "--versions", "0:20", *QUICK]) == 0
     record = json.loads((out / distill.RECORD).read_text())
     first, second = (mine["traces"] for mine in record["runs"])
-    assert first + second == record["taught"] + record["held_out"] and second <= 20 and first == 3 * second
+    assert first + second == sum(record["traces"].values()) and second <= 20 and first == 3 * second
     assert "there are no more in these shares" in capsys.readouterr().out
 
 
