@@ -298,33 +298,23 @@ def residual_dropout(lm: nn.Module, p: float) -> Iterator[None]:
             hook.remove()
 
 
-def rows(traces: list[sync.Rollout], capacity: int, device: torch.device) -> Iterator[train.Row]:
-    for row in train.pack([len(trace.tokens) for trace in traces], capacity):
-        yield train.make_row([traces[i] for i in row], [0.0] * len(row)).to(device)
-
-
-def backward(policy: train.Policy, traces: list[sync.Rollout], capacity: int, dtype: torch.dtype) -> float:
-    """Accumulates the gradient of the mean loss (nats per sampled token of all `traces` together); the loss."""
+def mean_loss(
+    policy: train.Policy, traces: list[sync.Rollout], capacity: int, dtype: torch.dtype, learn: bool
+) -> float:
+    """Nats per sampled token of all `traces` together, however they are cut into rows of `capacity` tokens; NaN for no
+    traces. With `learn` in training mode and accumulating the gradient, else in evaluation mode."""
     device = next(policy.parameters()).device
     normalizer = sum(int(trace.mask.sum()) for trace in traces)
-    total = 0.0
-    for row in rows(traces, capacity, device):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+    policy.train(learn)
+    total = 0.0 if traces else math.nan
+    for packed in train.pack([len(trace.tokens) for trace in traces], capacity):
+        row = train.make_row([traces[i] for i in packed], [0.0] * len(packed)).to(device)
+        with torch.set_grad_enabled(learn), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = -policy(row).sum() / normalizer
-        loss.backward()
+        if learn:
+            loss.backward()
         total += loss.item()
     return total
-
-
-@torch.no_grad()
-def validation_loss(policy: train.Policy, traces: list[sync.Rollout], capacity: int, dtype: torch.dtype) -> float:
-    """Nats per sampled token, without dropout; NaN for no traces."""
-    device = next(policy.parameters()).device
-    policy.eval()
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        total = sum(-policy(row).sum().item() for row in rows(traces, capacity, device))
-    policy.train()
-    return total / sum(int(trace.mask.sum()) for trace in traces) if traces else math.nan
 
 
 def finetune(
@@ -339,7 +329,7 @@ def finetune(
     )
     steps, batch = options.steps, options.batch
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, steps, options.warmup))
-    losses = {"train": [], "held_out": {0: validation_loss(policy, held_out, options.row_tokens, dtype)}}
+    losses = {"train": [], "held_out": {0: mean_loss(policy, held_out, options.row_tokens, dtype, learn=False)}}
     print(
         f"distil: {steps} steps of {batch} traces ({steps * batch / len(taught):.1f} epochs), lr {options.lr:.2g}; "
         f"held-out loss of the base {losses['held_out'][0]:.4f}",
@@ -347,12 +337,11 @@ def finetune(
     )
     start = time.monotonic()
     torch.manual_seed(options.seed)
-    policy.train()
     rng, order = random.Random(f"{options.seed} order"), []
     for step in range(1, steps + 1):
         while len(order) < batch:  # the next epoch
             order += rng.sample(taught, len(taught))
-        losses["train"].append(backward(policy, order[:batch], options.row_tokens, dtype))
+        losses["train"].append(mean_loss(policy, order[:batch], options.row_tokens, dtype, learn=True))
         del order[:batch]
         norm = float(nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
         if not math.isfinite(norm):
@@ -361,7 +350,7 @@ def finetune(
         optimizer.zero_grad(set_to_none=True)
         scheduler.step()
         if step % EVERY == 0 or step == steps:
-            losses["held_out"][step] = validation_loss(policy, held_out, options.row_tokens, dtype)
+            losses["held_out"][step] = mean_loss(policy, held_out, options.row_tokens, dtype, learn=False)
             print(
                 f"distil: step {step}/{steps}  loss {np.mean(losses['train'][-EVERY:]):.4f}"
                 f"  held-out {losses['held_out'][step]:.4f}  {time.monotonic() - start:.0f} s",
@@ -382,8 +371,11 @@ def clean_base(config: Config) -> str:
     return path
 
 
-def find_traces(options: argparse.Namespace, base_tokenizer) -> tuple[list[Stored], list[str], list[dict]]:
-    """The chosen traces of all runs, the digests of their prompts, and for the record what was chosen of each run."""
+def find_traces(
+    options: argparse.Namespace, configs: list[Config], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Stored], list[str], list[dict]]:
+    """The chosen traces of all runs, in the format of the base's tokenizer; the digests of their prompts; and for the
+    record what was chosen of each run."""
     elsewhere, places, records = set(), [], []
     for run_dir in options.runs:
         versions = options.versions or window(plot.read(os.path.join(run_dir, "eval.jsonl")), options.margin)
@@ -400,7 +392,7 @@ def find_traces(options: argparse.Namespace, base_tokenizer) -> tuple[list[Store
     most = [sum(min(n, options.per_prompt) for n in Counter(p.prompt for p in found).values()) for found in places]
     counts = counts_by_share(most, list(options.runs.values()), options.examples)
     traces, prompts = [], []
-    for found, count, available, record in zip(places, counts, most, records):
+    for config, found, count, available, record in zip(configs, places, counts, most, records):
         distinct, copies = list(found), list(found.values())
         order = choose([p.prompt for p in distinct], copies, count, options.per_prompt, options.seed)
         chosen = [distinct[i] for i in order]
@@ -413,12 +405,11 @@ def find_traces(options: argparse.Namespace, base_tokenizer) -> tuple[list[Store
             flush=True,
         )
         these = [read(place) for place in chosen]
-        config = schema.load(os.path.join(record["run"], "config.yaml"), [])
-        own, template = load_tokenizer(config.model.path), options.template or config.model.template
+        own = load_tokenizer(config.model.path)
         if options.template:
-            keep_ids = own.get_vocab() == base_tokenizer.get_vocab()
-            these = [render_again(r, base_tokenizer, template, keep_ids) for r in these]
-        elif not same_format(own, base_tokenizer, template, [r.prompt for r in these]):
+            keep_ids = own.get_vocab() == tokenizer.get_vocab()
+            these = [render_again(r, tokenizer, options.template, keep_ids) for r in these]
+        elif not same_format(own, tokenizer, config.model.template, [r.prompt for r in these]):
             raise ConfigError(
                 f"{options.base} has not the tokenizer or the prompt format of {record['run']} ({config.model.path}): "
                 "--template chat (or raw) renders the traces again"
@@ -449,7 +440,7 @@ def distil(options: argparse.Namespace) -> None:
         pretrain.ensure()
     tokenizer = load_tokenizer(options.base)
     started = time.monotonic()
-    traces, prompts, records = find_traces(options, tokenizer)
+    traces, prompts, records = find_traces(options, configs, tokenizer)
 
     torch.set_num_threads(rollout.threads(config))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -485,7 +476,8 @@ def distil(options: argparse.Namespace) -> None:
     record = {
         "base": options.base, "template": options.template or config.model.template, "runs": records,
         "traces": {"taught": len(taught), "held_out": len(held_out)},
-        "options": {name: getattr(options, name) for name in TUNING}, "losses": losses,
+        "options": {name: value for name, value in vars(options).items() if name not in ("runs", "filter")},
+        "filter": f"{options.filter.__module__}:{options.filter.__name__}", "losses": losses,
         "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
     write(options.out, lm, tokenizer, record)
@@ -504,11 +496,6 @@ def write(out: str, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, record: d
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
-
-TUNING = (
-    "examples", "per_prompt", "margin", "held_out", "steps", "batch", "row_tokens", "lr", "warmup", "dropout",
-    "weight_decay", "seed",
-)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -560,17 +547,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--base", help="model that is fine-tuned; default: what the run started from before any reset")
     add("--template", choices=["chat", "raw"], help="render the prompts again, in this format of the base's tokenizer")
     add("--versions", type=publications, metavar="FIRST:LAST", help="publications; default: up to the best evaluation")
-    add(
-        "--margin",
-        type=FRACTION,
-        default=0.02,
-        help="how far below the best pass rate the evaluations before it may be",
-    )
+    add("--margin", type=FRACTION, default=0.02, help="pass rate below the best one that still counts as its plateau")
     add("--filter", type=function, default=keep, metavar="MODULE:FUNCTION", help="says of a Stored whether to keep it")
     add("--examples", type=COUNT, default=4096, help="traces in all, at most")
     add("--per-prompt", type=COUNT, default=1, help="traces of one prompt, at most; more bring in rarer ones")
     add("--held-out", type=FRACTION, default=0.05, help="fraction of the prompts that the validation loss is taken on")
-    add("--steps", type=COUNT, default=120)
+    add("--steps", type=COUNT, default=120, help="gradient steps; a few epochs, more where there are few traces")
     add("--batch", type=COUNT, default=64, help="traces per step")
     add("--row-tokens", type=COUNT, help="tokens of a packed row; default: the run's train.max_tokens_per_microbatch")
     add("--lr", type=ABOVE_ZERO, help="peak learning rate of AdamW; default: 50 / width^2")

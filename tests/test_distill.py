@@ -326,7 +326,7 @@ def test_the_packed_gradient_is_that_of_separate_sequences(model_dir, capacity):
     rng = np.random.default_rng(0)
     traces = [tiny.rollout(rng, int(rng.integers(1, 8)), int(rng.integers(1, 15))) for _ in range(9)]
     policy = train.Policy(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), 1.0, 16).train()
-    loss = distill.backward(policy, traces, capacity, torch.float32)
+    loss = distill.mean_loss(policy, traces, capacity, torch.float32, learn=True)
 
     exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager")
     total, n = 0.0, sum(int(t.mask.sum()) for t in traces)
@@ -338,7 +338,8 @@ def test_the_packed_gradient_is_that_of_separate_sequences(model_dir, capacity):
     assert loss == pytest.approx(total.item(), abs=1e-5)
     for (name, p), q in zip(policy.lm.named_parameters(), exact.parameters()):
         assert (p.grad - q.grad).abs().max() < 1e-5 * max(1, q.grad.abs().max()), name
-    assert distill.validation_loss(policy, traces, capacity, torch.float32) == pytest.approx(loss, abs=1e-5)
+    assert distill.mean_loss(policy, traces, capacity, torch.float32, learn=False) == pytest.approx(loss, abs=1e-5)
+    assert math.isnan(distill.mean_loss(policy, [], capacity, torch.float32, learn=False))
 
 
 # ------------------------------------------------------------------------------------------------------- the whole thing
