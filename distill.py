@@ -139,8 +139,6 @@ def choose(prompts: Sequence[str], copies: Sequence[int], n: int, per_prompt: in
 def counts_by_share(available: list[int], shares: list[float], most: int) -> list[int]:
     """Traces of each run: exactly by share, at most `most` in all, fewer where a run has not enough for its share."""
     n = min([most] + [math.floor(a * sum(shares) / s) for a, s in zip(available, shares)])
-    while any(count > a for count, a in zip(data.shares(shares, n), available)):  # rounded up beyond what there is
-        n -= 1
     return data.shares(shares, n)
 
 
