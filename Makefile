@@ -5,7 +5,7 @@ CONFIG ?= configs/tiny_cpu.yaml
 ARGS ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: env train test smollm2 bench-attention clean ready
+.PHONY: env train test reset smollm2 bench-attention clean ready
 
 env:  # the last line of output is the path of the environment's python
 	@.ci/env.sh
@@ -15,6 +15,15 @@ train: ready
 
 test: ready
 	@.venv/bin/pytest $(ARGS)
+
+# Distils a run's rollouts into a clean base, unless that is done, and starts (or resumes) RL from it in RUN-reset:
+#   make reset RUN=runs/mine DISTILL="--examples 2000" ARGS="train.lr=1e-4"
+reset: run = $(RUN:/=)
+reset: ready
+	@$(if $(run),,$(error name the run: make reset RUN=runs/tiny))
+	@test -e $(run)-reset/student || .venv/bin/python distill.py $(run) --out $(run)-reset/student $(DISTILL)
+	@.venv/bin/python train.py $(run)/config.yaml model.path=$(run)-reset/student run.dir=$(run)-reset \
+		run.name=$(notdir $(run))-reset $(ARGS)
 
 smollm2: ready  # fetches SmolLM2-135M and converts it
 	@.venv/bin/python smollm2.py $(ARGS)
