@@ -38,6 +38,7 @@ def shape(**changes):
         num_experts_per_tok=TOP_K, norm_topk_prob=True, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.15,
         tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=1, dtype="float32",
+        architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     return Qwen3MoeConfig(**settings | changes)
 
