@@ -47,7 +47,7 @@ class Life:
         learner = self.learner = train.Learner.__new__(train.Learner)
         learner.config, learner.progress, learner.step, learner.k = cfg, progress, progress.step, progress.clip_k
         learner.ranks = types.SimpleNamespace(is_first=True, store=dist.HashStore())
-        learner.prompts = types.SimpleNamespace(vocab_size=100, tokenizer=None)
+        learner.prompts = types.SimpleNamespace(vocab_size=100, routing=None, tokenizer=None)
         learner.policy = learner.optimizer = None
         learner.plan, learner.saved_step = [], progress.step if progress.next_ticket else -1
         learner.version = learner.step // cfg.train.steps_per_update
