@@ -140,7 +140,7 @@ def test_no_language_is_foreign_to_itself():
         (3, "答案 is forty two", "请回答"),
         (3, "So the answer is 24.", "请用 python 回答这个问题"),  # a name in a prompt makes its script no language of it
         (0, "答案 GPU x Python, sin x + log y, 5 km", "请回答"),
-        (0, "Отже, нам потрібно скласти три числа.", "Вычислите сумму"),  # too short to tell Russian from Ukrainian
+        (0, "Отже, нам потрібно скласти три числа і потім перевірити відповідь.", "Вычислите сумму"),  # too short to tell Russian from Ukrainian
         (0, "Danke schön. Voilà donc.", PROMPT),  # two words are no sentence
         (2, "नमस्ते दुनिया", PROMPT),  # vowel signs split no word
         (2, "안녕하세요 여러분", PROMPT),
