@@ -147,7 +147,8 @@ class Lab:
                 response.kept_counts = np.array([len(k) for k in kept], np.uint16)
                 response.kept_ids = np.array([i for k in kept for i in k], np.int32)
             text = self.prompts.decode(response.ids)
-            task = rewards.find_grader(row.grader).score(text, row.answer)
+            (reference,) = row.references
+            task = rewards.find_grader(reference.grader).score(text, reference.answer)
             graded.append(rollout.to_rollout(ids[i // n], response, text, task, None))
             graded[-1].reward = task
         self.tokens += sum(len(o[0]) for o in out)
