@@ -1,9 +1,9 @@
 """What mask replay costs: ids that the sampler keeps per token, and bytes per token that travel for them.
 
-    python benchmarks/masks.py [--model models/smollm2-135m] [--tokens 64] [--top-p 0.9 0.97]
+    python benchmarks/masks.py [--model models/smollm2-135m] [--tokens 64] [--top-p 0.9 0.97] [--top-k 64 4096]
 
-A real SGLang server, temperature 1, top_k 4096 (the most that SGLang returns a mask for), groups of 8 responses: half of
-the prompts are the sums of configs/smollm2_cpu.yaml, half begin a text. Bytes are those of sync.encode(group) with the
+A real SGLang server, temperature 1, groups of 8 responses (SGLang returns a mask for a top_k of up to 4096): half of the
+prompts are the sums of configs/smollm2_cpu.yaml, half begin a text. Bytes are those of sync.encode(group) with the
 masks minus those without, over the sampled tokens; "plain" is 2 bytes for a count and 4 for an id.
 """
 
@@ -63,6 +63,7 @@ def main():
     parser.add_argument("--model", default="models/smollm2-135m")
     parser.add_argument("--tokens", type=int, default=64, help="longest response")
     parser.add_argument("--top-p", type=float, nargs="+", default=[0.9, 0.97])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[64, 4096])
     args = parser.parse_args()
     overrides = [
         f"model.path={args.model}", f"rollout.max_tokens={args.tokens}", "rollout.mask_replay=true", "rollout.top_k=4096",
@@ -74,20 +75,20 @@ def main():
         "sums": [prompts.ids(prompts.train.row(ticket)) for ticket in range(len(TEXTS))],
         "texts": [prompts.tokenizer.encode(text) for text in TEXTS],
     }
-    settings = [rollout.Sampling(1.0, args.tokens, top_p, 4096, True) for top_p in args.top_p]
+    settings = [rollout.Sampling(1.0, args.tokens, p, k, True) for k in args.top_k for p in args.top_p]
     rows = [row for some in kinds.values() for row in some]
     sampled = asyncio.run(sample(config, prompts, rows, settings))
 
-    print("| top_p | prompts | tokens | ids kept, mean | median | of the vocabulary | bytes per token, plain | as sent |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for top_p, responses in zip(args.top_p, sampled):
+    print("| top_p | top_k | prompts | tokens | ids kept, mean | median | of the vocabulary | bytes per token, plain | as sent |")
+    print("| --- " * 9 + "|")
+    for sampling, responses in zip(settings, sampled):
         groups = [group_of(row, some) for row, some in zip(rows, responses)]
         n = len(TEXTS)
         for kind, mine in {"sums": groups[:n], "texts": groups[n:], "all": groups}.items():
             counts = np.concatenate([r.kept_counts[r.mask == 1] for g in mine for r in g.rollouts])
             sent = sum(len(sync.encode(g)) - len(sync.encode(without_masks(g))) for g in mine)
             print(
-                f"| {top_p:g} | {kind} | {len(counts):,} | {counts.mean():.1f} | {np.median(counts):.0f} | "
+                f"| {sampling.top_p:g} | {sampling.top_k} | {kind} | {len(counts):,} | {counts.mean():.1f} | {np.median(counts):.0f} | "
                 f"{counts.mean() / prompts.vocab_size:.3%} | {2 + 4 * counts.mean():.0f} | {sent / len(counts):.1f} |"
             )
 

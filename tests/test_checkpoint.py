@@ -57,7 +57,7 @@ def equal(a, b, tolerance=0.0):
         assert np.abs(a[name] - b[name]).max() <= tolerance, name
 
 
-WAITING = dict(low=3, done=[5, 9], next_ticket=14, clip_k=0.75)
+WAITING = dict(low=3, done=[5, 9], next_ticket=14, clip_k=0.75, stage=1, truncated=[0.25])
 
 
 def steps_and_save(cfg, ranks, save_at, until):

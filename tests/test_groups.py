@@ -39,8 +39,8 @@ class FakeGraders:
     def __init__(self, tasks):
         self.tasks = iter(tasks)
 
-    async def score(self, row, text):
-        return next(self.tasks), None
+    async def score_all(self, row, text):
+        return {"number": float(next(self.tasks))}, None
 
 
 def run_group(model_dir, tmp_path, tasks, *overrides, length=5, stage=0):
@@ -188,7 +188,7 @@ def test_truncation_begins_the_next_stage_and_groups_of_the_last_one_do_not_coun
         learner.groups = groups(0, "length")
         assert learner.move_stage() == {"rollout/stage": 1, "rollout/max_tokens": 16}
     assert learner.state.read().stage == 1
-    for n in range(10):
+    for _ in range(10):
         assert learner.state.read().stage == 1
         learner.groups, learner.buffer.returned = groups(1, "stop"), groups(1, "length")
         learner.move_stage()

@@ -450,6 +450,7 @@ def one_group(references, merge, texts, overrides=()):
 
     class Prompts:
         vocab_size = 1000
+        routing = None
         held_out = [group_row]
         train = type("Train", (), {"row": lambda self, ticket: group_row})()
 
@@ -472,13 +473,13 @@ def one_group(references, merge, texts, overrides=()):
     async def main():
         rank = object.__new__(rollout.EngineRank)
         rank.config, rank.prompts, rank.engine = config, Prompts(), 0
-        rank.sampling = rank.eval_sampling = None
+        rank.samplings, rank.eval_sampling = [None], None
         rank.state = rank.outbox = Sent()
         rank.server = type("Server", (), {"version": 0})()
         rank.respond = respond
         rank.graders = GraderPool(1, 20.0)
         try:
-            await rank.run_group(0)
+            await rank.run_group(0, 0)
             left[:] = texts
             config.eval.k = len(texts)
             await rank.run_eval(0)
