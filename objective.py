@@ -156,7 +156,7 @@ PEERS = {
     "dr_grpo": Peer(clipped, 0.8, 1.2, average="constant", advantages=centred_rewards),  # arXiv 2503.20783
     "dapo": Peer(clipped, 0.8, 1.28),  # arXiv 2503.14476, clip-higher
     "gspo": Peer(clipped, 1 - 3e-4, 1 + 4e-4, average="sequence", per_sequence=True),  # arXiv 2507.18071
-    # arXiv 2506.13585: no lower bound; the paper tunes an upper one without naming it, 5 is common in later work
+    # arXiv 2506.13585: no lower bound; the paper tunes an upper one without naming it, 5 is our choice
     "cispo": Peer(truncated, 0.0, 5.0),
     # Truncated importance sampling against the engine (Yao et al. 2025, C = 2). Its PPO ratio is that of the learner to
     # itself before the batch: 1, where a batch is used once.
