@@ -256,7 +256,7 @@ def run_all(arms: dict[str, Arm], seeds: tuple[int, ...], jobs: int) -> dict[str
     if missing:
         pretrain.ensure()
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, spawn, max_tasks_per_child=1) as pool:
+    with concurrent.futures.ProcessPoolExecutor(jobs, spawn) as pool:
         futures = {pool.submit(run, arm, seed, result(arm, seed)): (name, seed) for name, arm, seed in missing}
         for n, future in enumerate(concurrent.futures.as_completed(futures), 1):
             future.result()
@@ -292,36 +292,37 @@ def peers() -> dict[str, Arm]:
 
 
 def corrupt() -> dict[str, Arm]:
-    """At step 40 one behaviour logprob of the batch is 20 nats too low, on a token with a negative advantage."""
+    """At step 30 one behaviour logprob of the batch is 20 nats too low, on a token with a negative advantage."""
+    base = (*BASE, "train.steps=60", "eval.every=5")
+    unclipped = "train.clip_grad=1e30"  # the gradient's norm is left as it is, or the damage is one step of wrong direction
     return {
-        "outer clip": Arm(BASE, corrupt=40),
-        "no outer clip": Arm((*BASE, "train.objective=no_outer_clip"), corrupt=40),
-        "no outer clip, gradient norm not clipped": Arm(
-            (*BASE, "train.objective=no_outer_clip", "train.clip_grad=1e30"), corrupt=40
-        ),
-        "outer clip, gradient norm not clipped": Arm((*BASE, "train.clip_grad=1e30"), corrupt=40),
+        "outer clip": Arm((*base, "train.objective=rocket"), corrupt=30),
+        "no outer clip": Arm((*base, "train.objective=no_outer_clip"), corrupt=30),
+        "outer clip, no norm clip": Arm((*base, "train.objective=rocket", unclipped), corrupt=30),
+        "no outer clip, no norm clip": Arm((*base, "train.objective=no_outer_clip", unclipped), corrupt=30),
     }
 
 
 def top_p() -> dict[str, Arm]:
-    """Top-p 0.9, and what the learner knows of it."""
-    truncated = (*BASE, "rollout.top_p=0.9", "rollout.top_k=64", "rollout.mask_replay=true")
+    """Top-p 0.9 at staleness 2, and what the learner knows of it."""
+    base = (*BASE, "train.objective=rocket")
+    truncated = (*base, "rollout.top_p=0.9", "rollout.top_k=64", "rollout.mask_replay=true")
     return {
         "mask replay": Arm(truncated, lag=2),
         "no replay, renormalised logprobs": Arm(truncated, lag=2, replay="renormalised"),
         "no replay, raw logprobs": Arm(truncated, lag=2, replay="raw"),
-        "top-p 1": Arm(BASE, lag=2),
+        "top-p 1": Arm(base, lag=2),
     }
 
 
 def gate() -> dict[str, Arm]:
     """Tokens spent to reach 0.95 held-out."""
+    base = (*BASE, "train.objective=rocket")
+    early = (*base, "rollout.early_size=4", "rollout.early_range=[0.05,0.8]")
     return {
-        "no gate": Arm(BASE),
-        "early gate": Arm((*BASE, "rollout.early_size=4", "rollout.early_range=[0.05,0.8]")),
-        "both gates": Arm(
-            (*BASE, "rollout.early_size=4", "rollout.early_range=[0.05,0.8]", "rollout.keep_range=[0.1,0.8]")
-        ),
+        "no gate": Arm(base),
+        "early gate": Arm(early),
+        "both gates": Arm((*early, "rollout.keep_range=[0.1,0.8]")),
     }
 
 
@@ -389,7 +390,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.experiment is None:
         for name, arms in EXPERIMENTS.items():
-            print(f"{name:10s} {len(arms()):2d} arms  {arms.__doc__}")
+            print(f"{name:15s}{len(arms()):2d} arms  {arms.__doc__}")
         return
     results = run_all(EXPERIMENTS[args.experiment](), tuple(args.seeds), args.jobs)
     print(table(results))
