@@ -169,6 +169,11 @@ def advantages_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return PEERS[name].advantages if name in PEERS else group_advantages
 
 
+def is_controlled(name: str) -> bool:
+    """Whether k follows the entropy; it stays 0 where it has no part in the objective."""
+    return name in RECIPE and "k" not in RECIPE[name]
+
+
 def constants(train: Train, k: float) -> dict[str, float]:
     """What policy_loss gets under one of the RECIPE names."""
     return {"eps": train.eps, "k": k, "r_min": train.r_min, "r_max": train.r_max} | RECIPE[train.objective]

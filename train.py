@@ -42,7 +42,7 @@ import routing
 import sync
 from configs import schema
 from configs.schema import Config, ConfigError, Stage
-from objective import advantages_of, batch_loss, importance_ratio, next_clip_k, ratio_and_bounds
+from objective import advantages_of, batch_loss, importance_ratio, is_controlled, next_clip_k, ratio_and_bounds
 from objective import group_advantages, policy_loss  # noqa: F401 (train.policy_loss is where others look for it)
 
 # ---------------------------------------------------------------------------------------------------- stages and packing
@@ -518,9 +518,10 @@ class Learner:
             if metrics is None:
                 break
             self.step += 1
-            self.k = next_clip_k(
-                self.k, metrics["train/entropy"], target=train.target_entropy, delta=train.delta, k_max=train.k_max
-            )
+            if is_controlled(train.objective):
+                self.k = next_clip_k(
+                    self.k, metrics["train/entropy"], target=train.target_entropy, delta=train.delta, k_max=train.k_max
+                )
             if self.ranks.is_first:
                 self.buffer.learned(self.groups)
             clock.lap("train")

@@ -49,6 +49,7 @@ class Arm:
     lag: int = 0  # publications between the weights that sample a batch and those that learn from it
     replay: str = "kept"  # what the learner gets of a truncated sampler: kept (its ids) | renormalised (its logprobs
     # alone) | raw (logprobs of the whole softmax, as an engine returns them by default)
+    coin: bool = False  # rewards are a coin's: there is nothing to learn, and the entropy is free
     corrupt: int = 0  # at this step, one token's behaviour logprob is wrong by 20 nats
     base: str = pretrain.PATH  # the policy that the run starts from
     keep_rollouts: bool = False  # write the run directory that distil.py reads
@@ -150,7 +151,9 @@ class Lab:
             (reference,) = row.references
             task = rewards.find_grader(reference.grader).score(text, reference.answer)
             graded.append(rollout.to_rollout(ids[i // n], response, text, task, None))
-            graded[-1].reward = task
+            if self.arm.coin:
+                graded[-1].task = float(torch.rand((), generator=self.generator) < 0.5)
+            graded[-1].reward = graded[-1].task
         self.tokens += sum(len(o[0]) for o in out)
         return [graded[i : i + n] for i in range(0, len(graded), n)]
 
@@ -202,9 +205,10 @@ class Lab:
         (batch,) = train.make_batches(groups, 1, t.max_tokens_per_microbatch, self.version, t.objective)
         metrics = train.gradient_step(self.policy, self.optimizer, batch, self.k, self.config, lambda: False)
         self.step += 1
-        self.k = train.next_clip_k(
-            self.k, metrics["train/entropy"], target=t.target_entropy, delta=t.delta, k_max=t.k_max
-        )
+        if objective.is_controlled(t.objective):
+            self.k = objective.next_clip_k(
+                self.k, metrics["train/entropy"], target=t.target_entropy, delta=t.delta, k_max=t.k_max
+            )
         if self.step % t.steps_per_update == 0:
             self.publish()
         everyone = [x for group in groups + self.rejected for x in group.rollouts]
@@ -246,7 +250,8 @@ def run(arm: Arm, seed: int, path: str) -> None:
 
 def result(arm: Arm, seed: int) -> str:
     """Where the lines of a run are: named by everything that decides them, so a changed arm is run anew."""
-    key = json.dumps([dataclasses.asdict(arm), seed], sort_keys=True)
+    set_fields = {f.name: getattr(arm, f.name) for f in dataclasses.fields(arm) if getattr(arm, f.name) != f.default}
+    key = json.dumps([set_fields, seed], sort_keys=True)
     return os.path.join(FOLDER, hashlib.sha256(key.encode()).hexdigest()[:16] + ".jsonl")
 
 
@@ -291,6 +296,18 @@ def peers() -> dict[str, Arm]:
     return {name: Arm((*BASE, f"train.objective={name}"), 8) for name in (*objective.RECIPE, *objective.PEERS)}
 
 
+def entropy() -> dict[str, Arm]:
+    """The controller over 300 steps at staleness 8, on the task (target 0.3) and where entropy is free (target 0.55)."""
+    long = ("train.groups_per_step=8", "train.steps=300", "eval.every=50")
+    free = (*long, "train.eps=0.05", "train.lr=1e-3", "train.target_entropy=0.55")
+    return {
+        "task, controller": Arm((*long, "train.objective=rocket"), 8),
+        "task, fixed clip": Arm((*long, "train.objective=fixed_clip"), 8),
+        "coin, controller": Arm((*free, "train.objective=rocket"), 8, coin=True),
+        "coin, fixed clip": Arm((*free, "train.objective=fixed_clip"), 8, coin=True),
+    }
+
+
 def corrupt() -> dict[str, Arm]:
     """At step 30 one behaviour logprob of the batch is 20 nats too low, on a token with a negative advantage."""
     base = (*BASE, "train.steps=60", "eval.every=5")
@@ -326,7 +343,7 @@ def gate() -> dict[str, Arm]:
     }
 
 
-EXPERIMENTS = {f.__name__: f for f in (staleness, peers, corrupt, top_p, gate)}
+EXPERIMENTS = {f.__name__: f for f in (staleness, peers, entropy, corrupt, top_p, gate)}
 
 
 # ---------------------------------------------------------------------------------------------------------------- results
@@ -337,7 +354,14 @@ def spread(values: list[float], digits: int = 3) -> str:
     return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def row(runs: list[list[dict]]) -> dict[str, str]:
+def held(run: list[dict], target: float) -> float:
+    """Share of the steps after the first 50 at which the entropy (mean of ten steps) is within 20 % of the target."""
+    values = [line["entropy"] for line in run if "entropy" in line]
+    means = np.convolve(values, np.ones(10) / 10, mode="valid")[41:]  # of the steps i-9 .. i, i > 50
+    return float(np.mean(np.abs(means / target - 1) <= 0.2)) if len(means) else float("nan")
+
+
+def row(arm: Arm, runs: list[list[dict]]) -> dict[str, str]:
     """What a table says of an arm: over the seeds."""
     evals = [[line for line in run if "eval" in line] for run in runs]
     steps = [[line for line in run if "entropy" in line] for run in runs]
@@ -349,13 +373,14 @@ def row(runs: list[list[dict]]) -> dict[str, str]:
         "best": spread([max(line["eval"] for line in e) for e in evals]),
         "tokens to 0.95": f"{np.mean(tokens) / 1000:.0f} k, {len(tokens)} of {len(runs)}" if tokens else "-",
         "largest gradient norm": f"{max(line['grad_norm'] for s in steps for line in s):.3g}",
-        "entropy, last 10": f"{np.mean([line['entropy'] for s in steps for line in s[-10:]]):.3f}",
+        "entropy, last 10": spread([float(np.mean([line["entropy"] for line in s[-10:]])) for s in steps]),
+        "within 20 % of target": f"{np.mean([held(run, arm.config(0).train.target_entropy) for run in runs]):.0%}",
         "stopped at": ", ".join(map(str, stopped)) or "-",
     }
 
 
-def table(results: dict[str, list[list[dict]]]) -> str:
-    rows = {name: row(runs) for name, runs in results.items()}
+def table(arms: dict[str, Arm], results: dict[str, list[list[dict]]]) -> str:
+    rows = {name: row(arms[name], runs) for name, runs in results.items()}
     columns = list(next(iter(rows.values())))
     lines = ["| | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
     return "\n".join(lines + [f"| {name} | " + " | ".join(cells.values()) + " |" for name, cells in rows.items()])
@@ -392,8 +417,9 @@ def main() -> None:
         for name, arms in EXPERIMENTS.items():
             print(f"{name:15s}{len(arms()):2d} arms  {arms.__doc__}")
         return
-    results = run_all(EXPERIMENTS[args.experiment](), tuple(args.seeds), args.jobs)
-    print(table(results))
+    arms = EXPERIMENTS[args.experiment]()
+    results = run_all(arms, tuple(args.seeds), args.jobs)
+    print(table(arms, results))
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"lab_{args.experiment}.png")
     picture(results, path)
     print(f"picture: {path}")

@@ -222,6 +222,11 @@ def test_switch_offs_take_out_one_part_each(name, advantage, ratio, k, expected)
     assert loss.item() == pytest.approx(-expected)
 
 
+def test_only_where_k_acts_it_follows_the_entropy():
+    controlled = {n for n in [*objective_choices.RECIPE, *objective_choices.PEERS] if objective_choices.is_controlled(n)}
+    assert controlled == {"rocket", "no_outer_clip"}
+
+
 def test_every_choice_of_the_config_is_an_objective():
     rule, holds = schema.RULES["train.objective"]
     names = [*objective_choices.RECIPE, *objective_choices.PEERS]
