@@ -415,7 +415,8 @@ class Learner:
         self.saved_step = checkpoint.latest(config.run.dir)
         self.version = self.step // train.steps_per_update
         self.parameters = sync.published_parameters(self.policy.lm)
-        self.plan = sync.plan_buckets(sync.published_shapes(self.policy.lm), config.model.dtype, config.sync.bucket_mb << 20)
+        shapes = sync.published_shapes(self.policy.lm)
+        self.plan = sync.plan_buckets(shapes, config.model.dtype, config.sync.bucket_mb << 20)
         self.state = sync.RunState(ranks.store, config.staleness.max, config.groups_per_update)
         if ranks.is_first:
             self.open_run()
