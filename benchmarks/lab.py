@@ -51,11 +51,10 @@ class Arm:
     # alone) | raw (logprobs of the whole softmax, as an engine returns them by default)
     coin: bool = False  # rewards are a coin's: there is nothing to learn, and the entropy is free
     corrupt: int = 0  # at this step, one token's behaviour logprob is wrong by 20 nats
-    base: str = pretrain.PATH  # the policy that the run starts from
-    keep_rollouts: bool = False  # write the run directory that distil.py reads
+    until: float = 1.0  # the run ends when the held-out pass rate is this
 
     def config(self, seed: int) -> schema.Config:
-        return schema.load(None, [f"run.seed={seed}", "layout.threads=1", f"model.path={self.base}", *self.overrides])
+        return schema.load(None, [f"run.seed={seed}", "layout.threads=1", *self.overrides])
 
 
 # ------------------------------------------------------------------------------------------------------------ the sampler
@@ -242,6 +241,8 @@ def run(arm: Arm, seed: int, path: str) -> None:
             break
         if lab.step % lab.config.eval.every == 0 or lab.step == lab.config.train.steps:
             lines[-1]["eval"] = lab.evaluate()
+            if lines[-1]["eval"] >= arm.until:
+                break
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path + ".partial", "w") as f:
         f.writelines(json.dumps(line) + "\n" for line in lines)
@@ -334,12 +335,12 @@ def top_p() -> dict[str, Arm]:
 
 def gate() -> dict[str, Arm]:
     """Tokens spent to reach 0.95 held-out."""
-    base = (*BASE, "train.objective=rocket")
+    base = (*BASE, "train.objective=rocket", "train.steps=150", "eval.every=5")
     early = (*base, "rollout.early_size=4", "rollout.early_range=[0.05,0.8]")
     return {
-        "no gate": Arm(base),
-        "early gate": Arm(early),
-        "both gates": Arm((*early, "rollout.keep_range=[0.1,0.8]")),
+        "no gate": Arm(base, until=0.95),
+        "early gate": Arm(early, until=0.95),
+        "both gates": Arm((*early, "rollout.keep_range=[0.1,0.8]"), until=0.95),
     }
 
 
