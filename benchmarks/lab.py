@@ -298,8 +298,8 @@ def peers() -> dict[str, Arm]:
 
 
 def entropy() -> dict[str, Arm]:
-    """The controller over 300 steps at staleness 8, on the task (target 0.3) and where entropy is free (target 0.55)."""
-    long = ("train.groups_per_step=8", "train.steps=300", "eval.every=50")
+    """The controller over 300 steps of 4 groups at staleness 8, on the task (target 0.3) and where entropy is free (target 0.55)."""
+    long = ("train.groups_per_step=4", "train.steps=300", "eval.every=50")
     free = (*long, "train.eps=0.05", "train.lr=1e-3", "train.target_entropy=0.55")
     return {
         "task, controller": Arm((*long, "train.objective=rocket"), 8),
