@@ -323,7 +323,7 @@ def corrupt() -> dict[str, Arm]:
 
 def top_p() -> dict[str, Arm]:
     """Top-p 0.9 at staleness 2, and what the learner knows of it."""
-    base = (*BASE, "train.objective=rocket")
+    base = (*BASE, "train.objective=rocket", "train.steps=50")
     truncated = (*base, "rollout.top_p=0.9", "rollout.top_k=64", "rollout.mask_replay=true")
     return {
         "mask replay": Arm(truncated, lag=2),
