@@ -49,12 +49,12 @@ class Alarm:
     steps: int  # for how many it has been beyond
     moved: list[tuple[str, int]]  # (metric, step at which it left its normal range for good), first things first
 
-    def line(self, before: int) -> str:
-        """What the user reads. `before` is the step of the last checkpoint from before the first move; -1: none."""
+    def line(self, before: int, metric: str) -> str:
+        """What the user reads. `before` is the step of the last checkpoint from before `metric` moved; -1: none."""
         side = "above" if self.signal.side > 0 else "below"
         moves = ", then ".join(f"{metric} (step {step})" for metric, step in self.moved)
         kept = (
-            f"checkpoints/step_{before} is the last from before" if before >= 0
+            f"checkpoints/step_{before} is the last from before {metric} moved" if before >= 0
             else "no checkpoint from before is kept (run.keep_checkpoints, run.checkpoint_every)"
         )  # fmt: skip
         return (

@@ -71,7 +71,8 @@ def last_before(run_dir: str, step: int) -> int:
 
 
 def mark(run_dir: str, step: int, alarm: dict) -> None:
-    """Keeps checkpoints/step_N for good, as the one from before `alarm`; the first alarm that names it is written there."""
+    """Keeps checkpoints/step_N, as the one from before `alarm` (of many marked ones `save` leaves the first and the last);
+    the first alarm that names it is written there."""
     path = os.path.join(run_dir, "checkpoints", f"step_{step}", MARK)
     if not os.path.exists(path):
         write(path + ".partial", json.dumps(alarm).encode())
@@ -112,8 +113,10 @@ def save(
         os.sync()
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
-        for step in steps(config.run.dir)[: -config.run.keep_checkpoints]:
-            if not os.path.exists(os.path.join(folder, f"step_{step}", MARK)):
+        whole = steps(config.run.dir)
+        marked = [step for step in whole if os.path.exists(os.path.join(folder, f"step_{step}", MARK))]
+        for step in whole[: -config.run.keep_checkpoints]:
+            if step not in (*marked[:1], *marked[-1:]):  # of many alarms, those from before the first and the last
                 shutil.rmtree(os.path.join(folder, f"step_{step}"))
     dist.barrier(ranks.learners)
 

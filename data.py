@@ -260,6 +260,7 @@ def open_source(source: Source, label: str, name: str, fits: Callable[[Row], boo
                 raise ValueError(f"has no answer (column {column!r})")
         try:
             GRADERS[grader.name].check(answer)
+            json.dumps(answer)  # it goes to worker processes and judges
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"has an answer that grader {grader.name} cannot use: {error}") from error
         return Reference(grader.name, answer, grader.weight, grader.veto)

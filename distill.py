@@ -28,7 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Optional
+from typing import Annotated, NamedTuple, Optional
 
 import msgspec
 import numpy as np
@@ -51,14 +51,17 @@ RECORD = "distill.json"  # in the model directory: what it was made from
 EVERY = 40  # steps between two lines of progress
 
 
+Id = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+
+
 class Stored(msgspec.Struct):
     """What is read of a line of the rollout store (log.RunLog.rollouts)."""
 
     source: str
     prompt: data.Prompt
-    tokens: list[int]  # [T], as is the mask (1 where the policy sampled) and versions
-    mask: list[int]
-    versions: list[int]
+    tokens: list[Id]  # [T], as is the mask (1 where the policy sampled) and versions
+    mask: list[Id]
+    versions: list[Id]
     text: str  # of the response, without special tokens
     task: float
     finish: str
@@ -95,7 +98,7 @@ def window(evals: list[dict], margin: float) -> tuple[int, int]:
         )
     rates = [passed[v] / prompts[v] for v in versions]
     best = max(range(len(versions)), key=lambda i: (rates[i], i))
-    if best == 0:
+    if rates[best] <= rates[0]:
         raise ConfigError(
             f"no evaluation is better than the first ({rates[0]:.3f}): nothing to distil, or name --versions FIRST:LAST"
         )
@@ -172,7 +175,7 @@ def decode(line: bytes, path: str, number: int) -> Stored:
         r = msgspec.json.decode(line, type=Stored)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: line {number} is no rollout: {error}") from error
-    if not len(r.tokens) == len(r.mask) == len(r.versions) or 1 not in r.mask or r.mask[0] or min(r.tokens) < 0:
+    if not len(r.tokens) == len(r.mask) == len(r.versions) or not set(r.mask) <= {0, 1} or 1 not in r.mask or r.mask[0] or min(r.tokens) < 0:
         raise ConfigError(f"{path}: line {number} has tokens, mask and versions that do not fit together")
     return r
 
@@ -362,10 +365,13 @@ def finetune(
 
 def clean_base(config: Config) -> str:
     """The model that a run started from; for a run that started from a student, the base of that student."""
-    path = config.model.path
-    while os.path.exists(record := os.path.join(path, RECORD)):
+    path, seen = config.model.path, set()
+    while os.path.exists(record := os.path.join(path, RECORD)) and path not in seen:
+        seen.add(path)
         with open(record) as f:
             path = json.load(f)["base"]
+    if path in seen:
+        raise ConfigError(f"{record} names itself as the base it was made from: name a clean one, --base PATH")
     return path
 
 
@@ -517,7 +523,7 @@ def number(kind: type, holds: Callable, what: str) -> Callable:
 
 COUNT = number(int, lambda v: v >= 1, "an integer of at least 1")
 FRACTION = number(float, lambda v: 0 <= v < 1, "at least 0 and below 1")
-ABOVE_ZERO = number(float, lambda v: 0 < v < math.inf, "above 0")
+ABOVE_ZERO = number(float, lambda v: 1e-9 <= v <= 1e9, "above 0 (1e-9 to 1e9)")
 
 
 def publications(text: str) -> tuple[int, int]:
@@ -561,7 +567,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     runs = {}
     for text in options.runs:
-        run_dir, _, share = text.rpartition("=") if "=" in text else (text, "", "1")
+        run_dir, _, share = (text, "", "1") if "=" not in text or os.path.isdir(text) else text.rpartition("=")
         run_dir = run_dir.rstrip("/")
         if run_dir in runs:
             raise ConfigError(f"{run_dir} is named twice")

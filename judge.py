@@ -22,6 +22,7 @@ from configs import schema
 from configs.schema import ConfigError
 from data import Prompt, plain_text
 
+LARGEST = 1 << 20  # bytes of an endpoint's answer
 CLIP = 20_000  # characters: of a longer response the judge sees the end
 BACK_OFF = 0.5  # seconds before the first retry; each further one waits twice as long
 
@@ -31,13 +32,13 @@ yours. End your reply with one line of the form
 Score: N
 where N is a number from 0 (worst) to 10 (best)."""
 
-SCORE = re.compile(r"[*_#>\s]*score[*_\s]*:[*_\s]*(\d{1,2}(?:\.\d{1,6})?)(?:\s*/\s*10)?[*_.\s]*", re.IGNORECASE | re.ASCII)
+SCORE = re.compile(r"[*_#\s]*score[*_\s]*:[*_\s]*(\d{1,2}(?:\.\d{1,6})?)(?:\s*/\s*10)?[*_.\s]*", re.IGNORECASE | re.ASCII)
 
 
 def parse_score(reply: str) -> float:
     """The score in 0..1 of a reply whose last line is `Score: N`, N in 0..10. Raises ValueError for any other."""
-    last_line = reply[-1000:].rstrip().rpartition("\n")[2]
-    found = SCORE.fullmatch(last_line)
+    last_line = reply.rstrip().rpartition("\n")[2]
+    found = SCORE.fullmatch(last_line) if len(last_line) <= 100 else None
     if not found or float(found[1]) > 10:
         raise ValueError(f"the last line of its reply is no 'Score: 0..10': {last_line[:100]!r}")
     return float(found[1]) / 10
@@ -108,13 +109,18 @@ class Judge:
             "temperature": config.temperature,
         }
         async with http.post(self.url, json=body | config.extra) as answer:
-            content = (await answer.read()).decode(errors="replace")
+            content = bytearray()
+            async for part in answer.content.iter_chunked(1 << 16):
+                content += part
+                if len(content) > LARGEST:
+                    raise ValueError(f"an answer of more than {LARGEST} bytes")
+        content = content.decode(errors="replace")
         if answer.status != 200:
             raise ValueError(f"HTTP {answer.status}: {content[:100]}")
         try:
             choice = json.loads(content)["choices"][0]
             reply, finish = choice["message"]["content"], choice["finish_reason"]
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             raise ValueError(f"not a chat completion: {content[:100]!r}") from error
         if not isinstance(reply, str) or finish != "stop":
             raise ValueError(f"its reply is cut off or no text (finish_reason {finish!r}, judge.max_tokens={config.max_tokens})")

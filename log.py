@@ -132,9 +132,13 @@ class RunLog:
         return [self.alarm(alarm) for alarm in raised]
 
     def alarm(self, alarm: alarms.Alarm) -> str:
-        """Says it everywhere, and marks the last checkpoint from before what moved first. Returns the line."""
-        before = checkpoint.last_before(self.dir, alarm.moved[0][1])
-        line = alarm.line(before)
+        """Says it everywhere, and marks the last checkpoint from before what moved first; where none is that old (a signal
+        may have been out for ages), from before the signal of the alarm itself moved. Returns the line."""
+        for metric, step in (alarm.moved[0], *(m for m in alarm.moved if m[0] == alarm.signal.metric)):
+            before = checkpoint.last_before(self.dir, step)
+            if before >= 0:
+                break
+        line = alarm.line(before, metric)
         entry = {
             "step": alarm.step, "metric": alarm.signal.metric, "value": alarm.value,
             "key": f"alarms.{alarm.signal.key}", "threshold": alarm.threshold, "steps": alarm.steps, "moved": alarm.moved,

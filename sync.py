@@ -353,12 +353,13 @@ def unpack_masks(packed: bytes, rollouts: list[Rollout]) -> None:
     where = [np.flatnonzero(r.mask == 1) for r in rollouts]
     n = sum(map(len, where))
     try:
-        content = zlib.decompress(packed)
+        inflate = zlib.decompressobj()
+        content = inflate.decompress(packed, n * (2 + 4 * 65536))  # no token keeps more ids than a count can say
         counts = np.frombuffer(content, "<u2", n).astype(np.int64)
         planes = np.frombuffer(content, np.uint8, 4 * counts.sum(), 2 * n)
     except (zlib.error, ValueError) as error:
         raise msgspec.DecodeError(f"masks of {n} tokens: {error}") from error
-    if len(content) != 2 * n + len(planes):
+    if len(content) != 2 * n + len(planes) or not inflate.eof or inflate.unused_data:
         raise msgspec.DecodeError(f"masks of {n} tokens: {len(content)} bytes instead of {2 * n + len(planes)}")
     steps = planes.reshape(4, -1).T.copy().view("<u4")[:, 0].astype(np.int64)
     ends = np.cumsum(counts)

@@ -197,6 +197,8 @@ def make_row(rollouts: list[sync.Rollout], advantages: list[float]) -> Row:
     where = torch.from_numpy(np.flatnonzero(sampled))
     each = np.concatenate([np.full(len(r.tokens), a, dtype=np.float32) for r, a in zip(rollouts, advantages)])
     kept = None
+    if len({r.kept_ids is None for r in rollouts}) > 1:
+        raise ValueError("a row of rollouts with and without the ids that their sampler kept")
     if rollouts[0].kept_ids is not None:
         counts = np.concatenate([r.kept_counts for r in rollouts])[sampled].astype(np.int64)
         flat = torch.from_numpy(np.concatenate([r.kept_ids for r in rollouts]).astype(np.int64))
@@ -274,6 +276,8 @@ class Buffer:
         """Takes in a group. Raises ValueError if its rollouts are malformed or its ticket was seen before."""
         if group.ticket < self.low or group.ticket in self.done or group.ticket in self.waiting:
             raise ValueError(f"ticket {group.ticket} of engine {group.engine} has arrived twice")
+        if not group.rollouts:
+            raise ValueError(f"ticket {group.ticket} of engine {group.engine} came without rollouts")
         for r in group.rollouts:
             r.check(self.vocab_size, self.replay)
         if group.dropped:
@@ -698,7 +702,8 @@ def prepare(config: Config) -> rollout.Prompts:
 FREE = {
     "run.name", "run.dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "layout", "sync", "eval", "engine",
     "faults", "wandb", "alarms", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
-    "train.logprob_chunk", "rollout.max_concurrent", "rollout.responses_per_request", "rollout.grader_workers",
+    "train.logprob_chunk", "rollout.max_rejected", "rollout.max_concurrent", "rollout.responses_per_request",
+    "rollout.grader_workers",
     "rollout.grader_timeout", "judge.timeout", "judge.retries", "judge.max_concurrent", "judge.key_env", "judge.url",
 }  # fmt: skip
 
@@ -714,7 +719,7 @@ def check_run_dir(config: Config) -> None:
     for key in here | there:
         if here.get(key) != there.get(key) and not FREE & {key, key.partition(".")[0]}:
             raise ConfigError(
-                f"run.dir: {config.run.dir} holds a run with {key}={there.get(key)}, this one has {key}={here.get(key)}; "
+                f"run.dir: {config.run.dir} holds a run with {key}={there.get(key)!r:.80}, this one has {key}={here.get(key)!r:.80}; "
                 f"choose another run.dir, or set the same value"
             )
 

@@ -382,7 +382,10 @@ def load(path: Optional[str], overrides: list[str]) -> Config:
         except (ConfigKeyError, ConfigAttributeError) as error:
             raise ConfigError(_unknown_key(error, key)) from error
         except (OmegaConfBaseException, TypeError) as error:
-            raise ConfigError(f"{getattr(error, 'full_key', None) or key}: {_one_line(error)}") from error
+            named = getattr(error, "full_key", None) or ""
+            if not named.startswith(str(key)):  # OmegaConf checks the entries of a list before it knows where they belong
+                named = f"{key}[...].{named}" if named else str(key)
+            raise ConfigError(f"{named}: {_one_line(error)}") from error
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -397,7 +400,7 @@ def check(config: Config) -> None:
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         if isinstance(value, float) and not math.isfinite(value) or not holds(value):
-            raise ConfigError(f"{key}: {rule}, not {value}")
+            raise ConfigError(f"{key}: {rule}, not {_short(value)}")
     rollout, train = config.rollout, config.train
     for name in ("early_range", "keep_range"):
         low_high = getattr(rollout, name)
@@ -428,8 +431,8 @@ def check(config: Config) -> None:
         for i, source in enumerate(getattr(config.data, split)):
             if source.kind not in ("generator", "reasoning_gym", "file", "hub"):
                 raise ConfigError(f"data.{split}[{i}].kind: must be generator, reasoning_gym, file or hub")
-            if not (source.weight > 0 and math.isfinite(source.weight)):
-                raise ConfigError(f"data.{split}[{i}].weight: must be above 0, not {source.weight}")
+            if not 0 < source.weight <= 1e6:
+                raise ConfigError(f"data.{split}[{i}].weight: must be above 0 and at most 1e6, not {source.weight}")
             if "{prompt}" not in source.instruction:
                 raise ConfigError(f"data.{split}[{i}].instruction: must contain {{prompt}}")
             check_graders(source, f"data.{split}[{i}]")
@@ -515,6 +518,12 @@ def keys(cls=Config, prefix="") -> list[str]:
         if is_dataclass(f.type):
             names += keys(f.type, prefix + f.name + ".")
     return names
+
+
+def _short(value: Any) -> str:
+    """A value within an error of one line."""
+    text = str(value)
+    return text if len(text) < 80 and "\n" not in text else repr(text)[:80] + "..."
 
 
 def _one_line(error: Exception) -> str:

@@ -136,12 +136,12 @@ def test_alarm_tells_what_moved_first():
     watch = alarms.Watch(schema.Alarms(), [])
     (alarm,) = [a for n in range(1, 57) for a in watch.see(collapse(n))]
     assert alarm.moved == [("train/grad_norm", 41), ("rollout/repetition", 49), ("train/entropy", 51)]
-    assert alarm.line(40) == (
+    assert alarm.line(40, "train/grad_norm") == (
         "alarm at step 56: train/entropy 0.001229 below alarms.entropy_low=0.01 for 3 steps; "
         "moved first: train/grad_norm (step 41), then rollout/repetition (step 49), then train/entropy (step 51); "
-        "checkpoints/step_40 is the last from before"
+        "checkpoints/step_40 is the last from before train/grad_norm moved"
     )
-    assert alarm.line(-1).endswith("; no checkpoint from before is kept (run.keep_checkpoints, run.checkpoint_every)")
+    assert alarm.line(-1, "train/grad_norm").endswith("; no checkpoint from before is kept (run.keep_checkpoints, run.checkpoint_every)")
 
 
 @pytest.mark.parametrize("cut", [0, 5, 30, 54, 55, 56])
@@ -198,7 +198,7 @@ def test_alarm_marks_the_checkpoint_before_and_is_told_everywhere(run_log, tmp_p
     checkpoints(tmp_path, 20, 40, 41, 60)
     alarm = alarms.Alarm(57, alarms.SIGNALS[0], 0.001, 0.01, 3, [("train/grad_norm", 41), ("train/entropy", 50)])
     told = run_log.alarm(alarm)
-    assert told == alarm.line(40)
+    assert told == alarm.line(40, "train/grad_norm")
     assert [p.parent.name for p in tmp_path.glob("checkpoints/*/before_alarm.json")] == ["step_40"]
     (entry,) = map(json.loads, (tmp_path / "alarms.jsonl").read_text().splitlines())
     assert json.loads((tmp_path / "checkpoints/step_40/before_alarm.json").read_text()) == entry
@@ -247,10 +247,10 @@ def learner_or_truncating_engine(cfg, ranks, play):
     return play(cfg, ranks)
 
 
-def test_a_marked_checkpoint_is_never_removed(model_dir, tmp_path):
+def test_of_marked_checkpoints_the_first_and_the_last_are_never_removed(model_dir, tmp_path):
     cfg = tiny.config(model_dir, tmp_path, "run.keep_checkpoints=2", engines=0)
     tiny.run_ranks(cfg, save_and_mark)
-    assert checkpoint.steps(tmp_path) == [3, 6, 7]
+    assert checkpoint.steps(tmp_path) == [2, 4, 6, 7]
 
 
 def save_and_mark(cfg, ranks):
@@ -259,8 +259,8 @@ def save_and_mark(cfg, ranks):
     learner = Learner(cfg, ranks)
     for step in range(1, 8):
         learner.save(step)
-        if step == 4:
-            checkpoint.mark(cfg.run.dir, checkpoint.last_before(cfg.run.dir, 4), {"step": 4})
+        if step in (3, 4, 5):  # 2, 3 and 4 are marked
+            checkpoint.mark(cfg.run.dir, checkpoint.last_before(cfg.run.dir, step), {"step": step})
 
 
 # ------------------------------------------------------------------------------------------------------------- the size
@@ -283,3 +283,11 @@ def test_effective_sample_size_is_of_the_whole_batch(model_dir, tmp_path):
     ((logp, behaviour, measured),) = tiny.run_ranks(cfg, sample_size, groups)
     r = np.exp(logp - behaviour)
     assert measured == pytest.approx(r.sum() ** 2 / (len(r) * (r**2).sum()), rel=1e-4) and measured < 0.9
+
+
+def test_signal_that_was_out_for_ages_does_not_cost_the_checkpoint(run_log, tmp_path):
+    checkpoints(tmp_path, 480, 500, 520)
+    moved = [("rollout/truncated_frac", 1), ("train/grad_norm", 501)]
+    told = run_log.alarm(alarms.Alarm(510, alarms.SIGNALS[3], 1e3, 10, 3, moved))
+    assert told.endswith("checkpoints/step_500 is the last from before train/grad_norm moved")
+    assert (tmp_path / "checkpoints/step_500/before_alarm.json").exists()

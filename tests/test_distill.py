@@ -112,6 +112,8 @@ def test_window_counts_sources_by_their_prompts_and_speaks_of_versions():
 def test_window_of_a_run_that_never_improved():
     with pytest.raises(ConfigError, match="no evaluation is better than the first"):
         distill.window([evaluation(0, 0.3), evaluation(10, 0.2)], 0.02)
+    with pytest.raises(ConfigError, match="better than the first"):
+        distill.window([evaluation(0, 0.5), evaluation(10, 0.4), evaluation(20, 0.5)], 0.02)
     with pytest.raises(ConfigError, match="--versions"):
         distill.window([], 0.02)
 
@@ -240,6 +242,8 @@ def test_a_last_line_that_a_kill_cut_short_is_skipped_and_counted(tmp_path):
         ('{"prompt": "1', "is no rollout"),
         ("{}", "is no rollout"),
         (json.dumps(line(mask=[0, 1])), "do not fit together"),
+        (json.dumps(line() | {"mask": [0, 0, 2, 1, 1, 1]}), "do not fit together"),
+        (json.dumps(line() | {"tokens": [10**30] * 6}), "is no rollout"),
         (json.dumps(line() | {"mask": [1] * 6}), "do not fit together"),
         (json.dumps(line() | {"mask": [0] * 6}), "do not fit together"),
     ],

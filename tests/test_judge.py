@@ -90,7 +90,7 @@ def test_score_of_a_reply(reply, score):
 
 NO_SCORE = ["", "10", "Score: 11", "Score: -1", "Score: 10\nbut see above", "Score: ten", "Score: 1e1", "Score: nan", "\0"]
 NO_SCORE += ["The response has Score: 10", "Score: 10 10", "Score: 100", "Score: \u0667", "Score: 5/5", "Score:" * 200_000]
-NO_SCORE += ["*" * 1_000_000, " " * 1_000_000, "score: 10 or Score: 3"]
+NO_SCORE += ["no" + " " * 995 + "Score: 10", "> Score: 10", "*" * 1_000_000, " " * 1_000_000, "score: 10 or Score: 3"]
 
 
 @pytest.mark.parametrize("reply", NO_SCORE, ids=range(len(NO_SCORE)))
@@ -174,6 +174,14 @@ async def no_choices(request, body):
     return web.json_response({"choices": []})
 
 
+async def deep(request, body):
+    return web.Response(body=b"[" * 200_000)
+
+
+async def endless(request, body):
+    return web.Response(body=b"a" * (judge.LARGEST + 1))
+
+
 async def cut(request, body):
     return completion("Score: 1", "length")  # was to be 10
 
@@ -189,6 +197,8 @@ FAULTS = {
     garbage: "not a chat completion",
     odd: "cut off or no text",
     no_choices: "not a chat completion",
+    deep: "not a chat completion",
+    endless: "an answer of more than 1048576 bytes",
     cut: "cut off or no text",
     junk: "no 'Score: 0..10'",
 }

@@ -354,6 +354,7 @@ def test_masks_that_do_not_fit_are_an_error():
     packed, more = sync.pack_masks(group.rollouts), tiny.group(np.random.default_rng(0), 0, size=3, kept=4)
     content = zlib.decompress(packed)
     wrong = [(packed, more), (packed[:-1], group), (b"", group), (zlib.compress(content + b"\0"), group)]
+    wrong += [(packed + b"\0", group), (zlib.compress(bytes(1 << 28)), group)]  # the last is 256 MB if one lets it
     for masks, other in wrong + [(zlib.compress(content[:-1]), group)]:
         with pytest.raises(msgspec.DecodeError):
             sync.unpack_masks(masks, other.rollouts)
