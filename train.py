@@ -414,6 +414,8 @@ class Learner:
             weight_decay=train.weight_decay, fused=True,
         )  # fmt: skip
         self.progress = checkpoint.load(config.run.dir, self.policy, self.optimizer, ranks)
+        for group in self.optimizer.param_groups:
+            group["lr"] = train.lr  # a run may go on with another one than its checkpoint was saved with
         self.step = self.progress.step
         self.k = self.progress.clip_k
         self.saved_step = checkpoint.latest(config.run.dir)
@@ -702,9 +704,9 @@ def prepare(config: Config) -> rollout.Prompts:
 FREE = {
     "run.name", "run.dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "layout", "sync", "eval", "engine",
     "faults", "wandb", "alarms", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
-    "train.logprob_chunk", "rollout.max_rejected", "rollout.max_concurrent", "rollout.responses_per_request",
-    "rollout.grader_workers",
-    "rollout.grader_timeout", "judge.timeout", "judge.retries", "judge.max_concurrent", "judge.key_env", "judge.url",
+    "train.lr", "train.logprob_chunk", "rollout.max_rejected", "rollout.max_concurrent", "rollout.responses_per_request",
+    "rollout.grader_workers", "rollout.grader_timeout", "judge.timeout", "judge.retries", "judge.max_concurrent",
+    "judge.key_env", "judge.url",
 }  # fmt: skip
 
 

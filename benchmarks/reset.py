@@ -1,6 +1,6 @@
-"""A collapse, and the way out of it: a ten-fold learning rate, then `make reset` at the usual one.
+"""A collapse, and the way out of it: a run goes on at ten times its learning rate, then `make reset` at the usual one.
 
-    python benchmarks/reset.py [--seeds 0 1 2] [--collapse-steps 24] [--steps 40]
+    python benchmarks/reset.py [--seeds 0 1 2] [--healthy 30] [--collapse 12] [--steps 30]
 
 Real runs with a real engine, one after another, in runs/collapse_SEED and runs/collapse_SEED-reset; what is finished is not
 run again. Of each seed: the held-out pass rate of the base, the best before the collapse, the last; the alarm; the student;
@@ -24,26 +24,32 @@ def lines(run_dir: str, name: str) -> list[dict]:
         return [json.loads(line) for line in f]
 
 
+def last_eval(run_dir: str) -> int:
+    return max((e["step"] for e in lines(run_dir, "eval.jsonl")), default=-1)
+
+
 def make(target: str, **variables: str) -> None:
     done = subprocess.run(["make", target, *(f"{name}={value}" for name, value in variables.items())], cwd=ROOT)
-    if done.returncode not in (0, 2):  # 2: make's own, for a run that stopped with an error, as a collapsed one may
+    if done.returncode:
         raise SystemExit(f"make {target} ended with {done.returncode}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--lr", type=float, default=3e-3, help="of the run that collapses: ten times the usual one")
-    parser.add_argument("--collapse-steps", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=40, help="after the reset")
+    parser.add_argument("--healthy", type=int, default=30, help="steps at the usual learning rate")
+    parser.add_argument("--collapse", type=int, default=12, help="steps at ten times it")
+    parser.add_argument("--steps", type=int, default=30, help="after the reset")
     args = parser.parse_args()
     table = []
     for seed in args.seeds:
-        run = f"runs/collapse_{seed}"
-        if not lines(run, "eval.jsonl"):
-            make("train", ARGS=f"run.dir={run} run.seed={seed} train.lr={args.lr} train.steps={args.collapse_steps} "
-                 f"eval.every=2 {EVAL} run.checkpoint_every=4 rollout.max_rejected=300")  # fmt: skip
-        if not lines(f"{run}-reset", "eval.jsonl"):
+        run, end = f"runs/collapse_{seed}", args.healthy + args.collapse
+        usual = f"run.dir={run} run.seed={seed} {EVAL} run.keep_checkpoints=10"
+        if last_eval(run) < args.healthy:
+            make("train", ARGS=f"{usual} train.steps={args.healthy} eval.every=10 run.checkpoint_every=10")
+        if last_eval(run) < end:
+            make("train", ARGS=f"{usual} train.steps={end} eval.every=4 run.checkpoint_every=10 train.lr=3e-3")
+        if last_eval(f"{run}-reset") < args.steps:
             make("reset", RUN=run, ARGS=f"train.lr=3e-4 train.steps={args.steps} eval.every=10 {EVAL}")
         before, after = lines(run, "eval.jsonl"), lines(f"{run}-reset", "eval.jsonl")
         best = max(before, key=lambda e: e["pass_at_1"])
