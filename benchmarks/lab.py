@@ -368,6 +368,7 @@ def row(arm: Arm, runs: list[list[dict]]) -> dict[str, str]:
     steps = [[line for line in run if "entropy" in line] for run in runs]
     reached = [next((i for i, line in enumerate(run) if line.get("eval", 0) >= 0.95), None) for run in runs]
     tokens = [run[i]["tokens_spent"] for run, i in zip(runs, reached, strict=True) if i is not None]
+    within = np.mean([held(run, arm.config(0).train.target_entropy) for run in runs])
     stopped = [run[-1]["step"] for run in runs if "stopped" in run[-1]]
     return {
         "final pass@1": spread([e[-1]["eval"] for e in evals]),
@@ -375,7 +376,8 @@ def row(arm: Arm, runs: list[list[dict]]) -> dict[str, str]:
         "tokens to 0.95": f"{np.mean(tokens) / 1000:.0f} k, {len(tokens)} of {len(runs)}" if tokens else "-",
         "largest gradient norm": f"{max(line['grad_norm'] for s in steps for line in s):.3g}",
         "entropy, last 10": spread([float(np.mean([line["entropy"] for line in s[-10:]])) for s in steps]),
-        "within 20 % of target": f"{np.mean([held(run, arm.config(0).train.target_entropy) for run in runs]):.0%}",
+        "mismatch KL, mean": f"{np.mean([line['mismatch_kl'] for s in steps for line in s]):.2g}",
+        "within 20 % of target": "-" if np.isnan(within) else f"{within:.0%}",
         "stopped at": ", ".join(map(str, stopped)) or "-",
     }
 

@@ -374,3 +374,12 @@ def hopeless(make):
         return g
 
     return made
+
+
+def test_run_goes_on_with_another_learning_rate(model_dir, tmp_path):
+    cfg = tiny.config(model_dir, tmp_path, *RUN, "train.steps=1")
+    tiny.run_ranks(cfg, learner_or_fake_engine)
+    cfg.train.steps, cfg.train.lr = 2, 1e-4
+    train.check_run_dir(cfg)
+    tiny.run_ranks(cfg, learner_or_fake_engine)
+    assert [m["train/lr"] for m in lines(tmp_path, "metrics.jsonl")] == [1e-3, 1e-4]
