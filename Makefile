@@ -21,8 +21,9 @@ test: ready
 reset: run = $(RUN:/=)
 reset: ready
 	@$(if $(run),,$(error name the run: make reset RUN=runs/tiny))
-	@test -e $(run)-reset/student || .venv/bin/python distill.py $(run) --out $(run)-reset/student $(DISTILL)
-	@.venv/bin/python train.py $(run)/config.yaml model.path=$(run)-reset/student run.dir=$(run)-reset \
+	@if test -e "$(run)-reset/student"; then echo "reset: $(run)-reset/student is there; remove it to distil again"; \
+		else .venv/bin/python distill.py "$(run)" --out "$(run)-reset/student" $(DISTILL); fi
+	@.venv/bin/python train.py "$(run)/config.yaml" "model.path=$(run)-reset/student" "run.dir=$(run)-reset" \
 		run.name=$(notdir $(run))-reset $(ARGS)
 
 smollm2: ready  # fetches SmolLM2-135M and converts it

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.schema import Train
+from configs.schema import ConfigError, Train
 
 # ------------------------------------------------------------------------------------------------------------- advantages
 
@@ -163,6 +163,12 @@ PEERS = {
     "tis": Peer(truncated, 0.0, 2.0),
     "icepop": Peer(masked, 0.5, 5.0),  # arXiv 2510.18855; its PPO ratio is 1 likewise
 }
+
+
+def check(name: str) -> None:
+    """Raises ConfigError unless `train.objective` names an entry."""
+    if name not in RECIPE and name not in PEERS:
+        raise ConfigError(f"train.objective: must be one of {', '.join([*RECIPE, *PEERS])}, not {name:.80}")
 
 
 def advantages_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:

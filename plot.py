@@ -62,4 +62,7 @@ if __name__ == "__main__":
     parser.add_argument("run_dirs", nargs="+")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
+    for run_dir in args.run_dirs:
+        if not os.path.exists(os.path.join(run_dir, "metrics.jsonl")):
+            parser.error(f"{run_dir} is no run directory: it has no metrics.jsonl")
     print(curves(*args.run_dirs, out=args.out))

@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import checkpoint
 import log
+import objective
 import pretrain
 import rollout
 import routing
@@ -554,6 +555,8 @@ class Learner:
     def engines_up(self) -> bool:
         """Waits until every engine serves; False where the run is asked to stop first. An engine that cannot start ends
         its rank, and so the job."""
+        if self.ranks.is_first:
+            print(f"waiting for {self.config.layout.engines} engine(s) to come up; they log to {self.config.run.dir}/logs/", flush=True)
         while self.state.engines_ready() < self.config.layout.engines:
             if rollout.stop_signals:
                 return False
@@ -692,6 +695,7 @@ def memory_estimate(config: Config) -> str:
 
 def prepare(config: Config) -> rollout.Prompts:
     """Everything that can be checked, and made, before processes start. Raises ConfigError."""
+    objective.check(config.train.objective)
     if config.model.path == pretrain.PATH:
         pretrain.ensure()
     prompts = rollout.open_prompts(config)
@@ -780,6 +784,8 @@ def main(argv: list[str]) -> int:
         with open(os.path.join(config.run.dir, "config.yaml"), "w") as f:
             f.write(schema.to_yaml(config))
         print_ranks(config)
+        if (step := checkpoint.latest(config.run.dir)) >= 0:
+            print(f"resuming {config.run.dir} after step {step} of {config.train.steps}")
         if prompts.skipped:
             print(f"{prompts.skipped} prompts of more than {prompts.room} tokens are skipped: with rollout.max_tokens they "
                   "would not fit the context")

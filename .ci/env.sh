@@ -23,7 +23,7 @@ key=$({ cat requirements.txt; "$base" -c 'import platform, sys; print(sys.versio
 shared=$cache/$key
 thin=$PWD/.venv
 # What the thin layer is made from; a change of any of it remakes the layer.
-recipe="$shared $(sha256sum <"$0")"
+recipe="$shared $thin $(sha256sum <"$0")"
 
 if [ -e "$shared/.complete" ] && [ "$(cat "$thin/.complete" 2>/dev/null)" = "$recipe" ] &&
     "$thin/bin/python" -c '' 2>/dev/null; then

@@ -374,6 +374,7 @@ def row(arm: Arm, runs: list[list[dict]]) -> dict[str, str]:
         "final pass@1": spread([e[-1]["eval"] for e in evals]),
         "best": spread([max(line["eval"] for line in e) for e in evals]),
         "tokens to 0.95": f"{np.mean(tokens) / 1000:.0f} k, {len(tokens)} of {len(runs)}" if tokens else "-",
+        "at steps": ", ".join(str(run[i]["step"]) for run, i in zip(runs, reached, strict=True) if i is not None) or "-",
         "largest gradient norm": f"{max(line['grad_norm'] for s in steps for line in s):.3g}",
         "entropy, last 10": spread([float(np.mean([line["entropy"] for line in s[-10:]])) for s in steps]),
         "mismatch KL, mean": f"{np.mean([line['mismatch_kl'] for s in steps for line in s]):.2g}",

@@ -163,8 +163,8 @@ class Train:
     adam_eps: float = 1e-15
     weight_decay: float = 0.0
     clip_grad: float = 1.0  # largest gradient norm
-    objective: str = "rocket"  # a name in objective.py: rocket, fixed_clip, no_outer_clip (the recipe without a part) |
-    # ppo | grpo | dr_grpo | dapo | gspo | cispo | tis | icepop (peers' variants with their own constants)
+    objective: str = "rocket"  # an entry of objective.py: rocket, fixed_clip, no_outer_clip (the recipe without a part) |
+    # ppo, grpo, dr_grpo, dapo, gspo, cispo, tis, icepop (peers' variants: their own constants, not the keys below)
     eps: float = 0.6  # trust region: ratios 1-eps .. 1/(1-eps)+k
     k_max: float = 2.5  # the entropy controller's k runs from 0 to k_max
     delta: float = 0.25  # its step
@@ -191,7 +191,7 @@ class Eval:
     every: int = 10  # gradient steps; 0: only before the first and after the last
     prompts: int = 128  # held-out prompts
     k: int = 1  # samples per prompt
-    temperature: float = 1.0
+    temperature: float = 1.0  # whatever rollout.top_p and top_k are, evaluation samples from the whole softmax
 
 
 @dataclass
@@ -319,9 +319,6 @@ RULES = {
     "train.adam_eps": _ABOVE_ZERO,
     "train.weight_decay": _NOT_NEGATIVE,
     "train.clip_grad": _ABOVE_ZERO,
-    "train.objective": _one_of(
-        "rocket", "fixed_clip", "no_outer_clip", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "tis", "icepop"
-    ),
     "train.eps": ("must be above 0 and below 1", lambda v: 0 < v < 1),
     "train.k_max": _NOT_NEGATIVE,
     "train.delta": _NOT_NEGATIVE,
@@ -409,7 +406,7 @@ def check(config: Config) -> None:
     if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.mask_replay:
         raise ConfigError(
             f"rollout.top_p={rollout.top_p}, rollout.top_k={rollout.top_k}: the learner would normalise over tokens that "
-            "the sampler excluded; set rollout.mask_replay=true, or top_p=1 and top_k=0"
+            "the sampler excluded; set rollout.mask_replay=true and a top_k of 2..4096, or top_p=1 and top_k=0"
         )
     if rollout.mask_replay and not 2 <= rollout.top_k <= 4096:
         raise ConfigError(f"rollout.top_k: mask_replay needs 2..4096, not {rollout.top_k}")
@@ -538,6 +535,6 @@ def _unknown_key(error: ConfigKeyError | ConfigAttributeError, assigned: str) ->
         valid = [f"{key.rpartition('.')[0]}.{f.name}" for f in fields(error.object_type)]
     # the same name in another section is a likelier mistake than a similar name in this one
     moved = [k for k in valid if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    nearest = moved or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    nearest = moved or difflib.get_close_matches(key, valid, n=1, cutoff=0.7)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     return f"unknown config key {key}{hint}"

@@ -475,7 +475,7 @@ def refused(capsys):
         (["--template", "html"], "html"),
         (["--row-tokens", "10"], "--row-tokens"),
         (["--base", "/nowhere"], "/nowhere"),
-        (["--lr", "5", "--steps", "2"], "lower --lr"),
+        (["--lr", "5", "--steps", "2", "--held-out", "0.5"], "lower --lr"),
     ],
 )
 def test_wrong_options_are_one_line(refused, run, tmp_path, options, expected):

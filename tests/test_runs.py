@@ -209,7 +209,7 @@ def test_the_run_directory_holds_what_it_promises(resumed):
     assert (resumed.dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert checkpoint.steps(str(resumed.dir)) == [15, 20]  # the last two
     out = resumed.out.read_text()
-    for promise in ("rank  role", "engine 0", "step   20/20", "left", "tok/s", "(base)", "curves.png", "step_20"):
+    for promise in ("rank  role", "engine 0", "step   20/20", "left", "tok/s", "(step 0)", "curves.png", "step_20"):
         assert promise in out, promise
 
 
