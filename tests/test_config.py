@@ -268,7 +268,7 @@ def run_dir_of(tmp_path, model_dir, *overrides):
 @pytest.mark.parametrize(
     "override",
     [
-        "train.lr=1e-2", "rollout.group_size=8", "staleness.max=5", "data.train[0].generator=countdown", "run.seed=1",
+        "train.eps=0.3", "rollout.group_size=8", "staleness.max=5", "data.train[0].generator=countdown", "run.seed=1",
         "train.steps_per_update=2",
     ],
 )  # fmt: skip
