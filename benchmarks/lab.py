@@ -16,6 +16,7 @@ import collections
 import concurrent.futures
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -249,10 +250,20 @@ def run(arm: Arm, seed: int, path: str) -> None:
     os.replace(path + ".partial", path)
 
 
+@functools.cache
+def code() -> str:
+    """A digest of the files that a run's curve depends on, apart from this one."""
+    digest = hashlib.sha256()
+    for name in ("objective.py", "train.py", "pretrain.py", "configs/tiny_cpu.yaml", "configs/schema.py"):
+        with open(os.path.join(ROOT, name), "rb") as f:
+            digest.update(f.read())
+    return digest.hexdigest()
+
+
 def result(arm: Arm, seed: int) -> str:
-    """Where the lines of a run are: named by everything that decides them, so a changed arm is run anew."""
+    """Where the lines of a run are: named by everything that decides them, so a changed arm, or code, is run anew."""
     set_fields = {f.name: getattr(arm, f.name) for f in dataclasses.fields(arm) if getattr(arm, f.name) != f.default}
-    key = json.dumps([set_fields, seed], sort_keys=True)
+    key = json.dumps([set_fields, seed, code()], sort_keys=True)
     return os.path.join(FOLDER, hashlib.sha256(key.encode()).hexdigest()[:16] + ".jsonl")
 
 
