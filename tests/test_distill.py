@@ -417,9 +417,11 @@ def test_a_run_from_a_student_is_distilled_into_the_clean_base(student, model_di
 def test_make_reset_distils_once_and_starts_the_run(run):
     recipe = subprocess.check_output(["make", "-n", "reset", f"RUN={run}/", "ARGS=train.lr=1"], cwd=ROOT, text=True)
     distils, starts = recipe.replace("\\\n", "").splitlines()[-2:]
-    assert f"test -e {run}-reset/student || .venv/bin/python distill.py {run} --out {run}-reset/student" in distils
+    there, otherwise = distils.split("else")
+    assert f'if test -e "{run}-reset/student"; then echo' in there and "distill.py" not in there
+    assert f'.venv/bin/python distill.py "{run}" --out "{run}-reset/student"' in otherwise
     expected = (
-        f"train.py {run}/config.yaml model.path={run}-reset/student run.dir={run}-reset run.name=tiny-reset train.lr=1"
+        f'train.py "{run}/config.yaml" "model.path={run}-reset/student" "run.dir={run}-reset" run.name=tiny-reset train.lr=1'
     )
     assert " ".join(starts.split()).endswith(expected)
 

@@ -151,7 +151,7 @@ def resumed(start):
     overrides = ("train.steps=20", "wandb.mode=offline", "run.checkpoint_every=5")
     job = start("resumed", *overrides)
     job.wait_for_step(6)
-    assert any("sglang" in c for c in job.processes().values()) and any("rewards.py" in c for c in job.processes().values())
+    assert any("sglang" in c for c in job.processes().values()) and any("grading.py" in c for c in job.processes().values())
     job.process.send_signal(signal.SIGTERM)
     job.wait_gone()
     job.stopped_at = checkpoint.latest(str(job.dir))
