@@ -730,6 +730,14 @@ def check_run_dir(config: Config) -> None:
             )
 
 
+def write_config(config: Config) -> None:
+    """Writes config.yaml of the run directory in one go: another rank may be reading it, in check_run_dir."""
+    path = os.path.join(config.run.dir, "config.yaml")
+    with open(path + ".partial", "w") as f:
+        f.write(schema.to_yaml(config))
+    os.replace(path + ".partial", path)
+
+
 def disk_is_full(error: BaseException, folder: str) -> bool:
     """Whether a write failed for lack of space. Each of the libraries that write a checkpoint says it in its own way, and
     torch.save does not say it at all."""
@@ -765,8 +773,9 @@ def main(argv: list[str]) -> int:
             sync.check_world_size(config, int(os.environ["WORLD_SIZE"]))
         prompts = prepare(config)
     except ConfigError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if rank > 0:
+            time.sleep(3)  # what rank 0 finds too, it has said, and torchrun ends this rank meanwhile
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     if config.dry_run:
         if rank == 0:
@@ -781,8 +790,7 @@ def main(argv: list[str]) -> int:
         os.execv(torchrun, command + ([path] if path else []) + argv)
     if rank == 0:
         os.makedirs(os.path.join(config.run.dir, "logs"), exist_ok=True)
-        with open(os.path.join(config.run.dir, "config.yaml"), "w") as f:
-            f.write(schema.to_yaml(config))
+        write_config(config)
         print_ranks(config)
         if (step := checkpoint.latest(config.run.dir)) >= 0:
             print(f"resuming {config.run.dir} after step {step} of {config.train.steps}")

@@ -347,3 +347,20 @@ def test_dry_run_prints_config_ranks_and_memory(model_dir, tmp_path):
     memory = table.splitlines()[3]
     parameters = 0.1  # millions, to the digit that is printed
     assert memory.startswith(f"memory: {parameters} M parameters") and not math.isnan(parameters)
+
+
+def test_config_of_a_run_is_never_seen_half_written(tmp_path, monkeypatch):
+    """A rank that starts later reads it while the first one writes it."""
+    cfg = schema.load(None, [f"run.dir={tmp_path}"])
+    train.write_config(cfg)
+    seen, replace = [], os.replace
+
+    def look(source, path):
+        seen.append(schema.load(path, []).train.steps)
+        replace(source, path)
+        seen.append(schema.load(path, []).train.steps)
+
+    monkeypatch.setattr(os, "replace", look)
+    cfg.train.steps += 1
+    train.write_config(cfg)
+    assert seen == [cfg.train.steps - 1, cfg.train.steps]
