@@ -422,7 +422,7 @@ def find_traces(
         prompts += [p.prompt for p in chosen]
     if sum(counts) < options.examples:
         print(
-            f"distil: {sum(counts)} traces in all, not --examples {options.examples}: there are no more in these shares"
+            f"distil: {sum(counts)} traces in all, not --examples {options.examples}: there are no more in these shares; --versions reaches further back"
         )
     return traces, prompts, records
 
