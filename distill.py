@@ -175,7 +175,8 @@ def decode(line: bytes, path: str, number: int) -> Stored:
         r = msgspec.json.decode(line, type=Stored)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path}: line {number} is no rollout: {error}") from error
-    if not len(r.tokens) == len(r.mask) == len(r.versions) or not set(r.mask) <= {0, 1} or 1 not in r.mask or r.mask[0] or min(r.tokens) < 0:
+    whole = len(r.tokens) == len(r.mask) == len(r.versions) and set(r.mask) == {0, 1} and r.mask[0] == 0
+    if not whole or min(r.tokens) < 0:
         raise ConfigError(f"{path}: line {number} has tokens, mask and versions that do not fit together")
     return r
 
@@ -422,7 +423,8 @@ def find_traces(
         prompts += [p.prompt for p in chosen]
     if sum(counts) < options.examples:
         print(
-            f"distil: {sum(counts)} traces in all, not --examples {options.examples}: there are no more in these shares; --versions reaches further back"
+            f"distil: {sum(counts)} traces in all, not --examples {options.examples}: there are no more in these shares; "
+            "--versions reaches further back"
         )
     return traces, prompts, records
 
