@@ -773,9 +773,8 @@ def main(argv: list[str]) -> int:
             sync.check_world_size(config, int(os.environ["WORLD_SIZE"]))
         prompts = prepare(config)
     except ConfigError as error:
-        if rank > 0:
-            time.sleep(3)  # what rank 0 finds too, it has said, and torchrun ends this rank meanwhile
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     if config.dry_run:
         if rank == 0:
