@@ -6,7 +6,8 @@
         progress.json  step, entropy controller, stage of the curriculum, and the account of tickets
         groups.msgpack finished groups that wait to be learned from
         hf/            the policy as the engines serve it: loads in transformers and SGLang
-        before_alarm.json  what a collapse alarm said: only in the last checkpoint from before it, which is never removed
+        before_alarm.json  what a collapse alarm said: only in the last checkpoint from before it; the first and the last
+                       of the checkpoints that hold one are never removed
 
 A checkpoint is written under another name and renamed when it is whole, so that a kill at any moment leaves the
 previous one usable. Rollouts that were under way are not saved: their tickets are, and a resumed run does them again.
@@ -31,7 +32,7 @@ import sync
 from configs.schema import Config
 
 SHARD_BYTES = 4 << 30  # of the hf/ export
-MARK = "before_alarm.json"  # a checkpoint that holds it is never removed
+MARK = "before_alarm.json"  # the first and the last checkpoint that hold it are never removed
 
 
 @dataclass

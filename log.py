@@ -192,7 +192,8 @@ class RunLog:
             for source in sorted({line["source"] for line in evals}):
                 mine = sorted((e for e in evals if e["source"] == source), key=lambda e: e["step"])
                 first, last = mine[0], mine[-1]
-                print(f"held-out pass rate, {source}: {shown(first)} (step {first['step']}) -> {shown(last)} (step {last['step']})")
+                start, end = (f"{shown(e)} (step {e['step']})" for e in (first, last))
+                print(f"held-out pass rate, {source}: {start} -> {end}")
         step = checkpoint.latest(self.dir)
         print(
             f"{'finished' if finished else 'stopped'}; curves {picture}, metrics {self.dir}/metrics.jsonl, "

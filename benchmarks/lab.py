@@ -380,6 +380,11 @@ def row(arm: Arm, runs: list[list[dict]]) -> dict[str, str]:
     reached = [next((i for i, line in enumerate(run) if line.get("eval", 0) >= 0.95), None) for run in runs]
     tokens = [run[i]["tokens_spent"] for run, i in zip(runs, reached, strict=True) if i is not None]
     within = np.mean([held(run, arm.config(0).train.target_entropy) for run in runs])
+
+    def by_seed(key):
+        means = [np.mean([line[key] for line in s if line["step"] > 50]) for s in steps if s[-1]["step"] > 50]
+        return ", ".join(f"{mean:.3f}" for mean in means) or "-"
+
     stopped = [run[-1]["step"] for run in runs if "stopped" in run[-1]]
     return {
         "final pass@1": spread([e[-1]["eval"] for e in evals]),
@@ -388,6 +393,8 @@ def row(arm: Arm, runs: list[list[dict]]) -> dict[str, str]:
         "at steps": ", ".join(str(run[i]["step"]) for run, i in zip(runs, reached, strict=True) if i is not None) or "-",
         "largest gradient norm": f"{max(line['grad_norm'] for s in steps for line in s):.3g}",
         "entropy, last 10": spread([float(np.mean([line["entropy"] for line in s[-10:]])) for s in steps]),
+        "entropy after step 50, by seed": by_seed("entropy"),
+        "k after step 50, by seed": by_seed("clip_k"),
         "mismatch KL, mean": f"{np.mean([line['mismatch_kl'] for s in steps for line in s]):.2g}",
         "within 20 % of target": "-" if np.isnan(within) else f"{within:.0%}",
         "stopped at": ", ".join(map(str, stopped)) or "-",
