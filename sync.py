@@ -27,6 +27,7 @@ import zmq
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+import faults
 from configs.schema import Config, ConfigError
 from routing import Routing
 
@@ -61,6 +62,7 @@ class Ranks:
     weights: dist.ProcessGroup  # rank 0 and every engine rank
     tp: Optional[dist.ProcessGroup]  # the ranks of this rank's engine
     store: dist.Store
+    record: faults.Recorder
     buffers: list[torch.Tensor] = field(default_factory=list)  # where buckets travel; see bucket_buffers
 
     @property
@@ -106,7 +108,8 @@ def join(config: Config) -> Ranks:
             tp = group
     over_nccl = has_gpu and not config.layout.share_device
     wire = device if over_nccl else torch.device("cpu")
-    return Ranks(table[rank], device, wire, learners, weights, tp, dist.PrefixStore("run", store))
+    store = dist.PrefixStore("run", store)
+    return Ranks(table[rank], device, wire, learners, weights, tp, store, faults.Recorder(config.run.dir, rank))
 
 
 # ------------------------------------------------------------------------------------------------------------ run state

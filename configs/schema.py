@@ -217,11 +217,20 @@ class Engine:
 
 @dataclass
 class Faults:
+    join_timeout: float = 300.0  # seconds for all ranks to find each other
     start_timeout: float = 600.0  # seconds for an engine to come up
     request_timeout: float = 1800.0  # seconds for one generation request
+    request_retries: int = 5  # failures of one request, on engines that answer probes, until the run is given up
     sync_timeout: float = 600.0  # seconds for one weight publication
     stop_timeout: float = 25.0  # seconds from a signal to the end of the process
-    stall_after: float = 3600.0  # seconds that the learner waits for a batch before the run is given up
+    stall_after: float = 3600.0  # seconds without a gradient step, an evaluation or a checkpoint until the run is given up
+    probe_every: float = 10.0  # seconds without a sign of life from an engine until it is asked for one token
+    probe_timeout: float = 120.0  # seconds that an engine may take over it; set it above the longest prefill
+    backoff: float = 1.0  # seconds until an engine that failed is started again; doubled each time, up to 60
+    restarts_per_hour: int = 10  # of one engine: at one more its rank gives it up
+    engine_memory_gb: float = 0.0  # resident memory of one engine's processes from which it is started again; 0: any
+    min_engines: int = 1  # with fewer that are not given up the job ends
+    max_restarts: int = 3  # of the whole job, by torchrun, when a rank has failed (`python train.py` passes it on)
 
 
 @dataclass
@@ -343,11 +352,20 @@ RULES = {
     "alarms.after": _NOT_NEGATIVE,
     "alarms.patience": _POSITIVE,
     "alarms.action": _one_of("warn", "stop"),
+    "faults.join_timeout": _ABOVE_ZERO,
     "faults.start_timeout": _ABOVE_ZERO,
     "faults.request_timeout": _ABOVE_ZERO,
+    "faults.request_retries": _NOT_NEGATIVE,
     "faults.sync_timeout": _ABOVE_ZERO,
     "faults.stop_timeout": _ABOVE_ZERO,
     "faults.stall_after": _ABOVE_ZERO,
+    "faults.probe_every": _ABOVE_ZERO,
+    "faults.probe_timeout": _ABOVE_ZERO,
+    "faults.backoff": _ABOVE_ZERO,
+    "faults.restarts_per_hour": _NOT_NEGATIVE,
+    "faults.engine_memory_gb": _NOT_NEGATIVE,
+    "faults.min_engines": _POSITIVE,
+    "faults.max_restarts": _NOT_NEGATIVE,
     "wandb.mode": _one_of("auto", "online", "offline", "disabled"),
 }
 
