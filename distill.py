@@ -41,6 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import data
 import plot
 import pretrain
+import engine
 import rollout
 import sync
 import train
@@ -448,7 +449,7 @@ def distil(options: argparse.Namespace) -> None:
     started = time.monotonic()
     traces, prompts, records = find_traces(options, configs, tokenizer)
 
-    torch.set_num_threads(rollout.threads(config))
+    torch.set_num_threads(engine.threads(config))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         lm = AutoModelForCausalLM.from_pretrained(

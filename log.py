@@ -156,16 +156,17 @@ class RunLog:
         names = ("wall", "busy", "tokens", "prompt_tokens", "cached_tokens")
         self.totals.append({name: sum(getattr(stats, name) for stats, _ in engines.values()) for name in names})
         change = {name: self.totals[-1][name] - self.totals[0][name] for name in names}
-        heard = [came for _, came in engines.values() if time.monotonic() - came < 60]
+        heard = [stats for stats, came in engines.values() if time.monotonic() - came < 60]
         wall_each = change["wall"] / max(1, len(engines))
         return {
             "rollout/prefix_hit_rate": change["cached_tokens"] / max(1, change["prompt_tokens"]),
             "rollout/tokens_per_s": change["tokens"] / wall_each if wall_each else 0.0,
             "idle/engine": 1 - change["busy"] / change["wall"] if change["wall"] else 0.0,
             "time/sync_pause": max((stats.pause for stats, _ in engines.values()), default=0.0),
-            "engine/alive": len(heard),
-            "engine/restarts": 0,
-            "engine/retried": 0,
+            "engine/alive": sum(stats.serving for stats in heard),
+            "engine/restarts": sum(stats.restarts for stats, _ in engines.values()),
+            "engine/retried": sum(stats.retried for stats, _ in engines.values()),
+            "engine/memory_gb": max((stats.memory_gb for stats, _ in engines.values()), default=0.0),
         }
 
     def evaluation(self, step: int, parts: list[sync.EvalPart], k: int) -> None:

@@ -59,10 +59,11 @@ class Ranks:
     device: torch.device  # of this rank
     wire: torch.device  # where weights travel: cuda (NCCL) or cpu (gloo)
     learners: dist.ProcessGroup
-    weights: dist.ProcessGroup  # rank 0 and every engine rank
+    weights: dist.ProcessGroup  # rank 0 and the ranks that host a server
     tp: Optional[dist.ProcessGroup]  # the ranks of this rank's engine
     store: dist.Store
     record: faults.Recorder
+    host: str  # where the other ranks reach this machine
     buffers: list[torch.Tensor] = field(default_factory=list)  # where buckets travel; see bucket_buffers
 
     @property
@@ -100,7 +101,7 @@ def join(config: Config) -> Ranks:
     )
     table = roles(config)
     learners = dist.new_group([r.rank for r in table if r.kind == "learner"], timeout=patience)
-    weights = dist.new_group([0] + [r.rank for r in table if r.kind == "engine"], timeout=patience)
+    weights = dist.new_group([0] + [r.rank for r in table if r.tp == 0], timeout=patience)
     tp = None
     for engine in range(config.layout.engines):  # every rank takes part in making every group
         group = dist.new_group([r.rank for r in table if r.engine == engine], timeout=patience)
@@ -109,7 +110,7 @@ def join(config: Config) -> Ranks:
     over_nccl = has_gpu and not config.layout.share_device
     wire = device if over_nccl else torch.device("cpu")
     store = dist.PrefixStore("run", store)
-    return Ranks(table[rank], device, wire, learners, weights, tp, store, faults.Recorder(config.run.dir, rank))
+    return Ranks(table[rank], device, wire, learners, weights, tp, store, faults.Recorder(config.run.dir, rank), own_address())
 
 
 # ------------------------------------------------------------------------------------------------------------ run state
@@ -209,6 +210,22 @@ class RunState:
     def ask_eval(self, eval_id: int) -> None:
         self.store.set("eval_id", str(eval_id))
 
+    def tell_engine(self, engine: int, record: "EngineRecord") -> None:
+        """An engine rank: how its engine is."""
+        self.store.set(f"engine/{engine}", msgspec.json.encode(record).decode())
+
+    def engines(self, count: int) -> dict[int, "EngineRecord"]:
+        """How the engines are, by index; those that have never come up are missing."""
+        up = [i for i in range(count) if self.store.check([f"engine/{i}"])]
+        return {i: msgspec.json.decode(self.store.get(f"engine/{i}"), type=EngineRecord) for i in up}
+
+    def doubt(self, engine: int) -> int:
+        """Any rank: a request to this engine failed. The number of this doubt; its rank says when it has answered it."""
+        return self.store.add(f"doubts/{engine}", 1)
+
+    def doubts(self, engine: int) -> int:
+        return self.store.add(f"doubts/{engine}", 0)
+
     def ready(self) -> None:
         """An engine rank: the engine serves."""
         self.store.add("ready", 1)
@@ -223,6 +240,15 @@ class RunState:
     def stop(self) -> None:
         """Rank 0: everything is saved, no broadcast follows."""
         self.store.set("stop", "1")
+
+
+class EngineRecord(msgspec.Struct):
+    """What every rank may know of an engine."""
+
+    status: str  # see engine.py
+    url: str
+    version: int  # of the weights that it holds
+    doubts: int  # so many failures, of all ranks' requests, has it answered with a probe since
 
 
 # --------------------------------------------------------------------------------------------------------- trajectories
@@ -328,12 +354,16 @@ class EngineStats(msgspec.Struct, tag=True):
     """Running totals of an engine rank; the learner logs differences."""
 
     engine: int
-    wall: float  # seconds since the engine was ready
-    busy: float  # of these with at least one request running
-    tokens: int  # sampled
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens whose KV was in the prefix cache
-    pause: float  # seconds that the server stood still in its last weight update
+    wall: float = 0.0  # seconds since the engine was ready
+    busy: float = 0.0  # of these with at least one request running
+    tokens: int = 0  # sampled
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV was in the prefix cache
+    pause: float = 0.0  # seconds that the server stood still in its last weight update
+    serving: bool = True
+    restarts: int = 0  # of the server
+    retried: int = 0  # responses of this rank that another engine, or a restarted one, had to finish
+    memory_gb: float = 0.0  # resident, of the server's processes
 
 
 Message = Group | EvalPart | EngineStats
@@ -425,12 +455,17 @@ def decode_groups(content: bytes) -> list[Group]:
     return [_unpacked(group) for group in _group_decoder.decode(content)]
 
 
+def own_address() -> str:
+    """Where the other ranks reach this machine: loopback where there is no other machine."""
+    one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    return "127.0.0.1" if one_machine else socket.gethostbyname(socket.gethostname())
+
+
 class Inbox:
     """Rank 0's end of the trajectory transport. What waits in it is bounded by the staleness gate."""
 
     def __init__(self, store: dist.Store):
-        one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-        host = "127.0.0.1" if one_machine else socket.gethostbyname(socket.gethostname())
+        host = own_address()
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.set_hwm(0)
         port = self.socket.bind_to_random_port(f"tcp://{host}")
@@ -542,9 +577,10 @@ def published_tensors(parameters: dict[str, torch.nn.Parameter]) -> Iterator[tup
 
 
 def bucket_buffers(plan: list[list[Slot]], ranks: Ranks) -> list[torch.Tensor]:
-    """The two buffers that buckets travel in. Made once and kept: on a CPU, fresh pages cost more than the broadcast.
+    """Two buffers that buckets travel through. Made once and kept: on a CPU, fresh pages cost more than the broadcast.
 
-    An engine rank's are memory that its server can map: shared memory, or the GPU's through CUDA IPC.
+    The learner fills one while the other travels. An engine rank receives into the first where weights travel between
+    GPUs; the second is the one that its server maps: shared memory, or the GPU's through CUDA IPC.
     """
     if not ranks.buffers:
         largest = max(bucket_nbytes(bucket) for bucket in plan)
@@ -553,6 +589,19 @@ def bucket_buffers(plan: list[list[Slot]], ranks: Ranks) -> list[torch.Tensor]:
             flat = torch.empty(largest, dtype=torch.uint8, device=ranks.wire)
             ranks.buffers.append(flat if flat.is_cuda or ranks.role.kind == "learner" else flat.share_memory_())
     return ranks.buffers
+
+
+def receive_bucket(flat: torch.Tensor, ranks: Ranks) -> None:
+    """An engine rank: receives the next bucket of a publication into `flat`, in the memory of its machine."""
+    arrival = ranks.buffers[0][: len(flat)] if ranks.wire.type == "cuda" else flat
+    dist.broadcast(arrival, 0, ranks.weights)
+    if arrival is not flat:
+        flat.copy_(arrival)
+
+
+def staging(ranks: Ranks, bucket: list[Slot]) -> torch.Tensor:
+    """An engine rank: where its server reads a bucket."""
+    return ranks.buffers[1][: bucket_nbytes(bucket)]
 
 
 @torch.no_grad()

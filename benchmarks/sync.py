@@ -3,7 +3,7 @@
     python benchmarks/sync.py [--megabytes 500] [--bucket-mb 64] [--repeats 5]
 
 A learner process and an engine rank with a real SGLang server on this machine, as in a run: sync.send_weights on one side,
-rollout.Server.load_weights on the other. In turns with it, over the same process group: one broadcast of one tensor of as
+engine.Engine.receive on the other. In turns with it, over the same process group: one broadcast of one tensor of as
 many bytes, and one copy of it in memory. Memory is the peak of resident memory above what it was before (VmHWM).
 
 The first publication makes the buffers and imports SGLang into the engine rank: it is shown, and left out of the medians.
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import rollout
+import engine
 import sync
 import train
 from configs import schema
@@ -66,7 +66,7 @@ def reset_peak(pid: int | str = "self") -> float:
 
 
 def learner(config: schema.Config, port: int, repeats: int, pipe) -> None:
-    torch.set_num_threads(rollout.threads(config))
+    torch.set_num_threads(engine.threads(config))
     ranks = join(config, 0, port)
     policy = train.load_policy(config, ranks)
     parameters = sync.published_parameters(policy.lm)
@@ -85,7 +85,7 @@ def learner(config: schema.Config, port: int, repeats: int, pipe) -> None:
     pipe.send(peaks)
 
 
-def scheduler_of(server: rollout.Server) -> int:
+def scheduler_of(server: engine.Server) -> int:
     """The pid of the server's process that holds the model: the one that is called sglang::scheduler."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -97,23 +97,28 @@ def scheduler_of(server: rollout.Server) -> int:
     raise LookupError("the server has no scheduler process")
 
 
-async def engine(config: schema.Config, port: int, repeats: int, pipe, folder: str) -> None:
+async def engine_rank(config: schema.Config, port: int, repeats: int, pipe, folder: str) -> None:
     ranks = join(config, 1, port)
-    server = rollout.Server(config, config.model.path, 0, [1], os.path.join(folder, "engine.log"))
+    os.makedirs(os.path.join(folder, "logs"))
+    state = sync.RunState(ranks.store, config.staleness.max, config.groups_per_update)
+    hosted = engine.Engine(config, ranks, state, config.model.path, [1])
+    server = hosted.server
     try:
-        await server.start()
+        await hosted.start()
         plan = pipe.recv()
         nbytes = sum(sync.bucket_nbytes(bucket) for bucket in plan)
         largest = max(sync.bucket_nbytes(bucket) for bucket in plan)
         print(f"{nbytes / 1e6:.0f} MB in {len(plan)} buckets, the largest of {largest / 1e6:.0f} MB")
-        print("repeat  publication s  pause s  broadcast s  copy s  ratio  engine rank +MB  server +MB")
+        print("repeat  publication s  received s  pause s  broadcast s  copy s  ratio  engine rank +MB  server +MB")
         scheduler = scheduler_of(server)
         rows = []
         for version in range(repeats):
             dist.barrier(ranks.weights)
             before, server_before = reset_peak(), reset_peak(scheduler)
             start = time.monotonic()
-            pause = await server.load_weights(version, plan, ranks)
+            await hosted.receive(version, plan)
+            received = time.monotonic() - start
+            await hosted.loading
             publication = time.monotonic() - start
             peak, server_peak = memory("VmHWM") - before, memory("VmHWM", scheduler) - server_before
 
@@ -125,12 +130,12 @@ async def engine(config: schema.Config, port: int, repeats: int, pipe, folder: s
             copy.copy_(flat)
             copied = time.monotonic() - start - broadcast
             del flat, copy
-            rows.append((publication, pause, broadcast, copied, publication / (broadcast + copied), peak, server_peak))
+            rows.append((publication, received, hosted.pause, broadcast, copied, publication / (broadcast + copied), peak, server_peak))
             show(version, rows[-1])
         show("median", np.median(rows[1:], axis=0))
         print(
             f"most memory that a publication took: learner rank {max(pipe.recv()):.0f} MB, engine rank "
-            f"{max(row[5] for row in rows):.0f} MB, server {max(row[6] for row in rows):.0f} MB of the engine rank's; two "
+            f"{max(row[6] for row in rows):.0f} MB, server {max(row[7] for row in rows):.0f} MB of the engine rank's; two "
             f"buckets are {2 * largest / 1e6:.0f} MB"
         )
     finally:
@@ -139,9 +144,9 @@ async def engine(config: schema.Config, port: int, repeats: int, pipe, folder: s
 
 
 def show(name, row) -> None:
-    publication, pause, broadcast, copied, ratio, peak, server_peak = row
+    publication, received, pause, broadcast, copied, ratio, peak, server_peak = row
     print(
-        f"{name:>6}  {publication:13.2f}  {pause:7.2f}  {broadcast:11.2f}  {copied:6.2f}  {ratio:5.2f}  {peak:15.0f}"
+        f"{name:>6}  {publication:13.2f}  {received:10.2f}  {pause:7.2f}  {broadcast:11.2f}  {copied:6.2f}  {ratio:5.2f}  {peak:15.0f}"
         f"  {server_peak:10.0f}",
         flush=True,
     )
@@ -156,7 +161,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = os.path.join(folder, "model")
         make_model(model, args.megabytes)
-        overrides = [f"model.path={model}", f"sync.bucket_mb={args.bucket_mb}", "layout.threads=1"]
+        overrides = [f"model.path={model}", f"run.dir={folder}", f"sync.bucket_mb={args.bucket_mb}", "layout.threads=1"]
         config = schema.load(None, overrides + ["engine.args.max_total_tokens=2048"])
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -166,7 +171,7 @@ def main() -> None:
         peer = spawn.Process(target=learner, args=(config, port, args.repeats, theirs), daemon=True)
         peer.start()
         theirs.close()
-        asyncio.run(engine(config, port, args.repeats, pipe, folder))
+        asyncio.run(engine_rank(config, port, args.repeats, pipe, folder))
         peer.join()
 
 

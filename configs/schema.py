@@ -108,6 +108,7 @@ class Rollout:
     routing_replay: bool = False  # MoE: the learner routes each token through the experts that the engine chose
     max_concurrent: int = 128  # responses that one engine generates at a time
     responses_per_request: int = 1  # 1: room is free as soon as a response ends (long ones) | group_size: less HTTP (short)
+    stream_interval: int = 32  # tokens after which an engine tells what it has: that much is lost at most when it dies
     early_size: int = 0  # G_early, the two-stage gate; 0: off
     early_range: list[float] = field(default_factory=lambda: [0.05, 0.8])  # pass rate of the early responses to go on
     keep_range: list[float] = field(default_factory=lambda: [0.0, 1.0])  # pass rate of the full group to be learned from
@@ -219,7 +220,7 @@ class Engine:
 class Faults:
     join_timeout: float = 300.0  # seconds for all ranks to find each other
     start_timeout: float = 600.0  # seconds for an engine to come up
-    request_timeout: float = 1800.0  # seconds for one generation request
+    request_timeout: float = 1800.0  # seconds that a generation request may go without a token
     request_retries: int = 5  # failures of one request, on engines that answer probes, until the run is given up
     sync_timeout: float = 600.0  # seconds for one weight publication
     stop_timeout: float = 25.0  # seconds from a signal to the end of the process
@@ -306,6 +307,7 @@ RULES = {
     "rollout.top_k": _between(0, 4096),
     "rollout.max_concurrent": _POSITIVE,
     "rollout.responses_per_request": _POSITIVE,
+    "rollout.stream_interval": _POSITIVE,
     "rollout.early_size": _NOT_NEGATIVE,
     "rollout.max_rejected": _POSITIVE,
     "rollout.grader_workers": _POSITIVE,

@@ -82,12 +82,13 @@ class Engine:
     def __init__(self, model_dir: str, folder: Path, *more: str):
         from transformers import AutoModelForCausalLM
 
+        import engine
         import rollout
         import sync
         from configs import schema
 
         self.folder = folder
-        overrides = [f"model.path={model_dir}", "layout.threads=1", "sync.verify=true", "engine.args.max_total_tokens=32768"]
+        overrides = [f"model.path={model_dir}", f"run.dir={folder}", "layout.threads=1", "sync.verify=true", "engine.args.max_total_tokens=32768"]
         self.config = schema.load(None, [*overrides, *more])
         self.prompts = rollout.open_prompts(self.config)
         self.lm = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -106,10 +107,11 @@ class Engine:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.server = rollout.Server(
-            self.config, model_dir, 0, self.prompts.stop_ids, str(folder / "engine_0.log")
-        )
-        self.wait(self.server.start())
+        (folder / "logs").mkdir()
+        state = sync.RunState(self.ranks.store, 0, 1)
+        self.engine = engine.Engine(self.config, self.ranks, state, model_dir, self.prompts.stop_ids)
+        self.server = self.engine.server
+        self.wait(self.engine.start())
 
     def wait(self, coroutine, timeout: float = 300):
         """The result of a coroutine that runs in the server's loop."""
@@ -122,12 +124,24 @@ class Engine:
         """Publishes disturbed weights under the next version; the seconds that the server stood still."""
         path = self.folder / "published.pt"
         self.pipe.send((noise, str(path)))
-        pause = self.wait(self.server.load_weights(self.server.version + 1, self.plan, self.ranks))
+        self.wait(self.load())
         assert self.pipe.poll(60), "the learner did not finish its publication"
         self.pipe.recv()
         self.published = torch.load(path)
         self.lm.load_state_dict(self.published, strict=False)  # the tied head has no entry of its own
-        return pause
+        return self.engine.pause
+
+    async def load(self):
+        await self.engine.receive(self.server.version + 1, self.plan)
+        await self.engine.loading
+
+    async def generate(self, prompt, n, sampling):
+        """`n` responses of the server itself: what fails, fails."""
+        from engine import Draft
+
+        drafts = [Draft() for _ in range(n)]
+        await self.server.generate(prompt, drafts, sampling)
+        return [draft.response() for draft in drafts]
 
     def close(self) -> None:
         self.wait(self.server.http.close())

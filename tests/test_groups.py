@@ -11,6 +11,7 @@ import tiny
 import torch.distributed as dist
 
 import log
+import engine as engines
 import rollout
 import sync
 import train
@@ -19,18 +20,18 @@ from configs.schema import Config, Stage
 STAGES = "[{max_tokens: 8, w_len: 0.25}, {step: 3, max_tokens: 16, w_len: 0.1}, {step: 50, max_tokens: 32, w_len: 0}]"
 
 
-class FakeServer:
+class FakeEngines:
     """Answers every request at once with responses of `length` tokens, and remembers the requests."""
 
     def __init__(self, length):
-        self.length, self.version, self.requests = length, 0, []
+        self.length, self.requests = length, []
 
-    async def generate(self, prompt, n, sampling):
+    async def generate(self, prompt, n, sampling, version):
         self.requests.append((n, sampling.max_tokens))
         length = min(self.length, sampling.max_tokens)
         finish = "length" if length == sampling.max_tokens else "stop"
         logp, versions = np.zeros(length, np.float32), np.zeros(length, np.int32)
-        return [rollout.Response(np.full(length, 7, np.int32), logp, versions, finish, len(prompt), 0)] * n
+        return [engines.Response(np.full(length, 7, np.int32), logp, versions, finish, len(prompt), 0)] * n
 
 
 class FakeGraders:
@@ -49,12 +50,12 @@ def run_group(model_dir, tmp_path, tasks, *overrides, length=5, stage=0):
     ranks = types.SimpleNamespace(role=sync.Role(1, "engine", 0, 0), store=dist.HashStore())
     engine = rollout.EngineRank(cfg, ranks, rollout.open_prompts(cfg))
     engine.state.create(counted=0, next_ticket=0, redo=[], plan=[])
-    engine.server, engine.graders, sent = FakeServer(length), FakeGraders(tasks), []
+    engine.engines, engine.graders, sent = FakeEngines(length), FakeGraders(tasks), []
     engine.outbox = types.SimpleNamespace(send=sent.append)
-    asyncio.run(engine.run_group(0, stage))
+    asyncio.run(engine.run_group(0, stage, 0))
     (group,) = sent
     assert engine.totals.tokens == sum(int(r.mask.sum()) for r in group.rollouts)
-    return group, engine.server.requests, engine.state.read().returned
+    return group, engine.engines.requests, engine.state.read().returned
 
 
 TWO_STAGES = [

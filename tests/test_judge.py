@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import types
 
 import pytest
 from aiohttp import web
@@ -278,7 +279,7 @@ def test_the_key_is_shown_nowhere(monkeypatch, caplog):
 def test_a_real_server_judges(model_dir, tmp_path):
     """A chat completion of SGLang with a random model: held to the form of a score by a regular expression, it gives a
     score; let loose, its babble is a counted zero."""
-    import rollout
+    import engine
 
     config = schema.load(
         None,
@@ -286,7 +287,7 @@ def test_a_real_server_judges(model_dir, tmp_path):
     )
 
     async def main():
-        server = rollout.Server(config, model_dir, 0, [1], str(tmp_path / "judge.log"))
+        server = engine.Server(config, model_dir, 0, [1], str(tmp_path / "judge.log"))
         try:
             await server.start()
             options = dict(url=server.url, max_tokens=32, retries=1, temperature=1.0, rubric="{question}={answer}\n{response}")
@@ -475,24 +476,23 @@ def one_group(references, merge, texts, overrides=()):
         left.pop()
         n = i + 1
         ids = np.full(n, i, np.int32)
-        return rollout.Response(ids, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop", 2, 0)
+        return engine.Response(ids, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop", 2, 0)
 
-    async def respond(prompt, n, sampling):
+    async def respond(prompt, n, sampling, version):
         return [response() for _ in range(n)]
 
     async def main():
         rank = object.__new__(rollout.EngineRank)
-        rank.config, rank.prompts, rank.engine = config, Prompts(), 0
+        rank.config, rank.prompts, rank.engine = config, Prompts(), types.SimpleNamespace(index=0)
         rank.samplings, rank.eval_sampling = [None], None
         rank.state = rank.outbox = Sent()
-        rank.server = type("Server", (), {"version": 0})()
         rank.respond = respond
         rank.graders = GraderPool(1, 20.0)
         try:
-            await rank.run_group(0, 0)
+            await rank.run_group(0, 0, 0)
             left[:] = texts
             config.eval.k = len(texts)
-            await rank.run_eval(0)
+            await rank.run_eval(0, 0)
         finally:
             rank.graders.close()
         return rank.outbox.groups

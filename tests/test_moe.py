@@ -26,7 +26,7 @@ import sync
 import train
 from configs.schema import ConfigError
 from conftest import VOCAB, Engine
-from rollout import EngineError, Sampling
+from engine import EngineError, Sampling, parse_experts
 
 EXPERTS, TOP_K = 8, 2
 PROMPT = list(range(10, 50))
@@ -331,7 +331,7 @@ def test_experts_are_parsed_and_checked():
     sent = random_experts(np.random.default_rng(0), 5, 2).astype(np.int32)
 
     def parse(array):
-        return rollout.parse_experts({"routed_experts": base64.b64encode(array.tobytes()).decode()}, 5, REPLAY)
+        return parse_experts({"routed_experts": base64.b64encode(array.tobytes()).decode()}, 5, REPLAY)
 
     got = parse(sent)
     assert np.array_equal(got, sent) and got.dtype == np.uint8
@@ -344,7 +344,7 @@ def test_experts_are_parsed_and_checked():
             parse(wrong)
     for meta in ({}, {"routed_experts": None}, {"routed_experts": "*"}):
         with pytest.raises(EngineError, match="routed experts"):
-            rollout.parse_experts(meta, 5, REPLAY)
+            parse_experts(meta, 5, REPLAY)
 
 
 # -------------------------------------------------------------------------------------------------------- a real engine
@@ -358,7 +358,7 @@ def engine(moe_dir, tmp_path_factory):
     engine = Engine(moe_dir, tmp_path_factory.mktemp("engine"), "rollout.routing_replay=true")
     try:
         loaded = sync.published_tensors(sync.published_parameters(engine.lm))
-        engine.wait(engine.server.verify(dict(loaded)))  # SGLang has read the export as transformers did
+        engine.wait(engine.engine.verify(dict(loaded)))  # SGLang has read the export as transformers did
         engine.replay = train.Policy(engine.lm, 1.0, 64, True)
         engine.publish()
         yield engine
@@ -368,7 +368,7 @@ def engine(moe_dir, tmp_path_factory):
 
 
 def sample(engine, n=16, tokens=32):
-    responses = engine.wait(engine.server.generate(PROMPT, n, Sampling(1.0, tokens, routing=engine.prompts.routing)))
+    responses = engine.wait(engine.generate(PROMPT, n, Sampling(1.0, tokens, routing=engine.prompts.routing)))
     made = [rollout.to_rollout(PROMPT, r, "", 0.0, None) for r in responses]
     for r in made:
         r.check(engine.prompts.vocab_size, engine.prompts.routing)
@@ -397,13 +397,13 @@ def test_learner_and_engine_agree_and_route_alike(engine):
     for r in made:
         assert (np.sort(own_choice(engine.lm, r)) == np.sort(r.experts)).all(-1).mean() > 0.999
     without = Sampling(1.0, 4)
-    assert engine.wait(engine.server.generate(PROMPT, 1, without))[0].experts is None
+    assert engine.wait(engine.generate(PROMPT, 1, without))[0].experts is None
 
 
 @pytest.mark.engine
 def test_every_parameter_is_the_learners_bitwise(engine):
     before = copy.deepcopy(engine.published)
-    engine.publish()  # sync.verify is on: rollout.Server.verify compares with sync.engine_checksums
+    engine.publish()  # sync.verify is on: engine.Engine.verify compares with sync.engine_checksums
     assert all(not torch.equal(before[name], tensor) for name, tensor in engine.published.items())
     (rank,) = engine.wait(engine.server.post("/weights_checker", {"action": "checksum"}))["ranks"]
     experts = {n: c for n, c in rank["checksums"].items() if ".experts." in n}
@@ -464,7 +464,7 @@ def test_a_response_across_an_update_has_the_experts_that_each_token_went_to(eng
     replay = Sampling(1.0, 200, routing=engine.prompts.routing)
     for seconds in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):  # until the publication falls into the middle of a response
         old, before = engine.server.version, copy.deepcopy(engine.replay)
-        long = engine.begin(engine.server.generate(PROMPT, 16, replay))
+        long = engine.begin(engine.generate(PROMPT, 16, replay))
         engine.wait(asyncio.sleep(seconds))
         engine.publish(noise=0.05)
         responses = long.result(120)
