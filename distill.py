@@ -41,12 +41,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import data
 import plot
 import pretrain
-import engine
 import rollout
 import sync
 import train
 from configs import schema
 from configs.schema import Config, ConfigError
+from server import threads
 
 RECORD = "distill.json"  # in the model directory: what it was made from
 EVERY = 40  # steps between two lines of progress
@@ -449,7 +449,7 @@ def distil(options: argparse.Namespace) -> None:
     started = time.monotonic()
     traces, prompts, records = find_traces(options, configs, tokenizer)
 
-    torch.set_num_threads(engine.threads(config))
+    torch.set_num_threads(threads(config))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         lm = AutoModelForCausalLM.from_pretrained(

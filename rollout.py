@@ -21,12 +21,12 @@ import data
 import engine
 import sync
 from configs.schema import Config, ConfigError, Stage
-from engine import EngineError, Response, Sampling, stop_signals
 from grading import GraderPool
 from judge import Judge
 from language import foreign_words
 from rewards import language_part, length_part, merge, shape
 from routing import Routing, routing_of
+from server import EngineError, Response, Sampling, stop_signals
 
 POLL = 0.01  # seconds between looks at the run state
 

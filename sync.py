@@ -60,7 +60,7 @@ class Ranks:
     wire: torch.device  # where weights travel: cuda (NCCL) or cpu (gloo)
     learners: dist.ProcessGroup
     weights: dist.ProcessGroup  # rank 0 and the ranks that host a server
-    tp: Optional[dist.ProcessGroup]  # the ranks of this rank's engine
+    tp: Optional[dist.ProcessGroup]  # the ranks of this rank's engine, where it has several
     store: dist.Store
     record: faults.Recorder
     host: str  # where the other ranks reach this machine
@@ -103,7 +103,8 @@ def join(config: Config) -> Ranks:
     learners = dist.new_group([r.rank for r in table if r.kind == "learner"], timeout=patience)
     weights = dist.new_group([0] + [r.rank for r in table if r.tp == 0], timeout=patience)
     tp = None
-    for engine in range(config.layout.engines):  # every rank takes part in making every group
+    # Every rank takes part in making every group; an engine of one rank needs none.
+    for engine in range(config.layout.engines) if config.layout.engine_tp > 1 else ():
         group = dist.new_group([r.rank for r in table if r.engine == engine], timeout=patience)
         if table[rank].engine == engine:
             tp = group

@@ -35,12 +35,12 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import checkpoint
-import engine
 import log
 import objective
 import pretrain
 import rollout
 import routing
+import server
 import sync
 from configs import schema
 from configs.schema import Config, ConfigError, Stage
@@ -408,7 +408,7 @@ class Learner:
 
     def __init__(self, config: Config, ranks: sync.Ranks, prompts: rollout.Prompts):
         self.config, self.ranks, self.prompts = config, ranks, prompts
-        torch.set_num_threads(engine.threads(config))
+        torch.set_num_threads(server.threads(config))
         self.policy = load_policy(config, ranks)
         train = config.train
         self.optimizer = torch.optim.AdamW(
@@ -455,7 +455,7 @@ class Learner:
 
     def stopping(self) -> bool:
         """Whether the run should save and stop. All learner ranks get the same answer (a collective call)."""
-        asked = bool(engine.stop_signals) or bool(self.state.read().stop_asked)
+        asked = bool(server.stop_signals) or bool(self.state.read().stop_asked)
         if self.config.layout.trainers == 1:
             return asked
         flag = torch.tensor(int(asked))
@@ -475,7 +475,7 @@ class Learner:
         """Receives until `ready()`; False where the run is asked to stop first, or has nothing left to learn from."""
         deadline = time.monotonic() + self.config.faults.stall_after
         while not ready():
-            if engine.stop_signals or self.state.read().stop_asked or self.hopeless:
+            if server.stop_signals or self.state.read().stop_asked or self.hopeless:
                 return False
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {what} within faults.stall_after={self.config.faults.stall_after:g} s")
@@ -559,7 +559,7 @@ class Learner:
         if self.ranks.is_first:
             print(f"waiting for {self.config.layout.engines} engine(s) to come up; they log to {self.config.run.dir}/logs/", flush=True)
         while self.state.engines_ready() < self.config.layout.engines:
-            if engine.stop_signals:
+            if server.stop_signals:
                 return False
             time.sleep(0.1)
         return True
@@ -748,15 +748,15 @@ def disk_is_full(error: BaseException, folder: str) -> bool:
 
 def on_signal(number, frame) -> None:
     """Asks the loops to save and stop; if they have not after faults.stop_timeout, the process ends all the same."""
-    engine.stop_signals.append(signal.Signals(number).name)
+    server.stop_signals.append(signal.Signals(number).name)
 
 
 def arm_signals(config: Config) -> None:
     def last_resort():
-        while not engine.stop_signals:
+        while not server.stop_signals:
             time.sleep(0.2)
         time.sleep(config.faults.stop_timeout)
-        print(f"not stopped {config.faults.stop_timeout:g} s after {engine.stop_signals[0]}: giving up", file=sys.stderr)
+        print(f"not stopped {config.faults.stop_timeout:g} s after {server.stop_signals[0]}: giving up", file=sys.stderr)
         os._exit(1)  # the kernel then kills the engine server, whose parent this is
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -798,7 +798,7 @@ def main(argv: list[str]) -> int:
             print(f"{prompts.skipped} prompts of more than {prompts.room} tokens are skipped: with rollout.max_tokens they "
                   "would not fit the context")
     transformers.logging.disable_progress_bar()
-    engine.parent_death_signal(signal.SIGKILL)  # torchrun's death: no rank outlives it
+    server.parent_death_signal(signal.SIGKILL)  # torchrun's death: no rank outlives it
     arm_signals(config)
     try:
         ranks = sync.join(config)
@@ -806,7 +806,7 @@ def main(argv: list[str]) -> int:
             rollout.serve(config, ranks, prompts)
         else:
             Learner(config, ranks, prompts).learn()
-    except (engine.EngineError, NothingToLearn, Collapse, TimeoutError) as error:
+    except (server.EngineError, NothingToLearn, Collapse, TimeoutError) as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1
     except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:

@@ -33,11 +33,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import objective
 import pretrain
 import rewards
-import engine
 import rollout
 import sync
 import train
 from configs import schema
+from server import Response, Sampling
 
 SEEDS = (0, 1, 2)
 FOLDER = os.path.join(ROOT, "runs", "lab")
@@ -63,7 +63,7 @@ class Arm:
 
 
 @torch.no_grad()
-def sample(lm, prompts: torch.Tensor, sampling: engine.Sampling, stop: set[int], generator: torch.Generator):
+def sample(lm, prompts: torch.Tensor, sampling: Sampling, stop: set[int], generator: torch.Generator):
     """One response to each row of `prompts` [B, P]: [(ids, logp, raw_logp, kept ids or None)].
 
     `logp` is of the distribution that was sampled from: over what top-k and then top-p keep (the smallest set whose
@@ -130,7 +130,7 @@ class Lab:
         weights = {name: tensor.clone() for name, tensor in self.policy.lm.state_dict().items()}
         self.published.append((self.version, weights))
 
-    def respond(self, rows: list, n: int, sampling: engine.Sampling, version: int) -> list[list[sync.Rollout]]:
+    def respond(self, rows: list, n: int, sampling: Sampling, version: int) -> list[list[sync.Rollout]]:
         """`n` graded rollouts of each row, from the sampler's present weights."""
         ids = [self.prompts.ids(row) for row in rows]
         lengths = {len(i) for i in ids}
@@ -141,7 +141,7 @@ class Lab:
         graded = []
         for i, (tokens, logp, raw, kept) in enumerate(out):
             row, finish = rows[i // n], "stop" if tokens[-1] in stop else "length"
-            response = engine.Response(
+            response = Response(
                 np.array(tokens, np.int32), np.array(raw if self.arm.replay == "raw" else logp, np.float32),
                 np.full(len(tokens), version, np.int32), finish, len(ids[0]), 0,
             )  # fmt: skip
@@ -163,7 +163,7 @@ class Lab:
         r = self.config.rollout
         version, weights = self.published[0]
         self.sampler.load_state_dict(weights)
-        sampling = engine.Sampling(r.temperature, r.max_tokens, r.top_p, r.top_k, r.mask_replay)
+        sampling = Sampling(r.temperature, r.max_tokens, r.top_p, r.top_k, r.mask_replay)
         kept, rejected = [], []
         while len(kept) < self.config.train.groups_per_step:
             if len(rejected) >= r.max_rejected:
@@ -225,7 +225,7 @@ class Lab:
         """pass@1 of the present policy on the held-out prompts, eval.k samples each at temperature 1."""
         self.sampler.load_state_dict(self.policy.lm.state_dict())
         before, e = self.tokens, self.config.eval
-        sampling = engine.Sampling(e.temperature, self.config.rollout.max_tokens)
+        sampling = Sampling(e.temperature, self.config.rollout.max_tokens)
         groups = self.respond(self.prompts.held_out, e.k, sampling, self.version)
         self.tokens = before
         return float(np.mean([rollout.passes(x.task) for group in groups for x in group]))

@@ -18,10 +18,10 @@ sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # not
 import msgspec
 import numpy as np
 
-import engine
 import rollout
 import sync
 from configs import schema
+from server import Draft, Response, Sampling, Server
 
 TEXTS = [
     "The history of the bicycle begins", "Dear customer, we are sorry to", "Once upon a time, in a small village,",
@@ -36,8 +36,8 @@ TEXTS = [
 GROUP = 8
 
 
-async def respond(server: engine.Server, prompt: list[int], sampling: engine.Sampling) -> list[engine.Response]:
-    drafts = [engine.Draft() for _ in range(GROUP)]
+async def respond(server: Server, prompt: list[int], sampling: Sampling) -> list[Response]:
+    drafts = [Draft() for _ in range(GROUP)]
     await server.generate(prompt, drafts, sampling)
     return [draft.response() for draft in drafts]
 
@@ -45,7 +45,7 @@ async def respond(server: engine.Server, prompt: list[int], sampling: engine.Sam
 async def sample(config: schema.Config, prompts: rollout.Prompts, rows: list[list[int]], settings: list):
     """[setting][prompt] -> the responses of a group."""
     with tempfile.TemporaryDirectory() as folder:
-        server = engine.Server(config, prompts.model_path, 0, prompts.stop_ids, os.path.join(folder, "engine.log"))
+        server = Server(config, prompts.model_path, 0, prompts.stop_ids, os.path.join(folder, "engine.log"))
         try:
             await server.start()
             return [
@@ -56,7 +56,7 @@ async def sample(config: schema.Config, prompts: rollout.Prompts, rows: list[lis
             server.stop()
 
 
-def group_of(prompt: list[int], responses: list[engine.Response]) -> sync.Group:
+def group_of(prompt: list[int], responses: list[Response]) -> sync.Group:
     return sync.Group(0, 0, "", "", "", [rollout.to_rollout(prompt, r, "", 0.0, None) for r in responses])
 
 
@@ -82,7 +82,7 @@ def main():
         "sums": [prompts.ids(prompts.train.row(ticket)) for ticket in range(len(TEXTS))],
         "texts": [prompts.tokenizer.encode(text) for text in TEXTS],
     }
-    settings = [engine.Sampling(1.0, args.tokens, p, k, True) for k in args.top_k for p in args.top_p]
+    settings = [Sampling(1.0, args.tokens, p, k, True) for k in args.top_k for p in args.top_p]
     rows = [row for some in kinds.values() for row in some]
     sampled = asyncio.run(sample(config, prompts, rows, settings))
 

@@ -29,6 +29,7 @@ import engine
 import sync
 import train
 from configs import schema
+from server import Server, threads
 
 
 def make_model(path: str, megabytes: int) -> None:
@@ -66,7 +67,7 @@ def reset_peak(pid: int | str = "self") -> float:
 
 
 def learner(config: schema.Config, port: int, repeats: int, pipe) -> None:
-    torch.set_num_threads(engine.threads(config))
+    torch.set_num_threads(threads(config))
     ranks = join(config, 0, port)
     policy = train.load_policy(config, ranks)
     parameters = sync.published_parameters(policy.lm)
@@ -85,7 +86,7 @@ def learner(config: schema.Config, port: int, repeats: int, pipe) -> None:
     pipe.send(peaks)
 
 
-def scheduler_of(server: engine.Server) -> int:
+def scheduler_of(server: Server) -> int:
     """The pid of the server's process that holds the model: the one that is called sglang::scheduler."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

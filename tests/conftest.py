@@ -137,7 +137,7 @@ class Engine:
 
     async def generate(self, prompt, n, sampling):
         """`n` responses of the server itself: what fails, fails."""
-        from engine import Draft
+        from server import Draft
 
         drafts = [Draft() for _ in range(n)]
         await self.server.generate(prompt, drafts, sampling)

@@ -20,7 +20,7 @@ import engine as engines
 import rollout
 import sync
 import train
-from engine import Draft, EngineError, Sampling
+from server import Draft, EngineError, Sampling, hold_port
 
 PROMPT = list(range(10, 50))
 
@@ -322,7 +322,7 @@ def test_kept_ids_that_do_not_fit_are_an_error(changes):
 
 
 def hold_ports(pipe):
-    held = [engines.hold_port() for _ in range(200)]
+    held = [hold_port() for _ in range(200)]
     pipe.send([s.getsockname()[1] for s in held])
     pipe.recv()
 

@@ -11,11 +11,11 @@ import tiny
 import torch.distributed as dist
 
 import log
-import engine as engines
 import rollout
 import sync
 import train
 from configs.schema import Config, Stage
+from server import Response
 
 STAGES = "[{max_tokens: 8, w_len: 0.25}, {step: 3, max_tokens: 16, w_len: 0.1}, {step: 50, max_tokens: 32, w_len: 0}]"
 
@@ -31,7 +31,7 @@ class FakeEngines:
         length = min(self.length, sampling.max_tokens)
         finish = "length" if length == sampling.max_tokens else "stop"
         logp, versions = np.zeros(length, np.float32), np.zeros(length, np.int32)
-        return [engines.Response(np.full(length, 7, np.int32), logp, versions, finish, len(prompt), 0)] * n
+        return [Response(np.full(length, 7, np.int32), logp, versions, finish, len(prompt), 0)] * n
 
 
 class FakeGraders:

@@ -20,6 +20,7 @@ from configs.schema import ConfigError
 from data import Reference, Row, open_sources
 from grading import GraderPool
 from judge import Judge, judge_messages, parse_score
+from server import Response
 
 QUESTION = "What is 6 x 7?"
 
@@ -279,7 +280,7 @@ def test_the_key_is_shown_nowhere(monkeypatch, caplog):
 def test_a_real_server_judges(model_dir, tmp_path):
     """A chat completion of SGLang with a random model: held to the form of a score by a regular expression, it gives a
     score; let loose, its babble is a counted zero."""
-    import engine
+    from server import Server
 
     config = schema.load(
         None,
@@ -287,7 +288,7 @@ def test_a_real_server_judges(model_dir, tmp_path):
     )
 
     async def main():
-        server = engine.Server(config, model_dir, 0, [1], str(tmp_path / "judge.log"))
+        server = Server(config, model_dir, 0, [1], str(tmp_path / "judge.log"))
         try:
             await server.start()
             options = dict(url=server.url, max_tokens=32, retries=1, temperature=1.0, rubric="{question}={answer}\n{response}")
@@ -476,7 +477,7 @@ def one_group(references, merge, texts, overrides=()):
         left.pop()
         n = i + 1
         ids = np.full(n, i, np.int32)
-        return engine.Response(ids, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop", 2, 0)
+        return Response(ids, np.zeros(n, np.float32), np.zeros(n, np.int32), "stop", 2, 0)
 
     async def respond(prompt, n, sampling, version):
         return [response() for _ in range(n)]

@@ -26,7 +26,7 @@ import sync
 import train
 from configs.schema import ConfigError
 from conftest import VOCAB, Engine
-from engine import EngineError, Sampling, parse_experts
+from server import EngineError, Sampling, parse_experts
 
 EXPERTS, TOP_K = 8, 2
 PROMPT = list(range(10, 50))
