@@ -386,6 +386,11 @@ def find_traces(
     for run_dir in options.runs:
         versions = options.versions or window(plot.read(os.path.join(run_dir, "eval.jsonl")), options.margin)
         found, verdicts = candidates(run_dir, versions, options.filter, elsewhere)
+        # A run that was best right before it fell leaves few traces there: a student needs many prompts more than the
+        # very last publications.
+        while not options.versions and len({p.prompt for p in found}) < options.prompts and versions[0] > 0:
+            versions = (max(0, versions[0] - (versions[1] - versions[0])), versions[1])
+            found, verdicts = candidates(run_dir, versions, options.filter, elsewhere)
         if not found:
             raise ConfigError(
                 f"{run_dir}: no rollout of publications {versions[0]}..{versions[1]} to teach: {dict(verdicts)}"
@@ -557,6 +562,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--template", choices=["chat", "raw"], help="render the prompts again, in this format of the base's tokenizer")
     add("--versions", type=publications, metavar="FIRST:LAST", help="publications; default: up to the best evaluation")
     add("--margin", type=FRACTION, default=0.02, help="pass rate below the best one that still counts as its plateau")
+    add("--prompts", type=COUNT, default=200, help="prompts with a trace that the default publications reach back for")
     add("--filter", type=function, default=keep, metavar="MODULE:FUNCTION", help="says of a Stored whether to keep it")
     add("--examples", type=COUNT, default=4096, help="traces in all, at most")
     add("--per-prompt", type=COUNT, default=1, help="traces of one prompt, at most; more bring in rarer ones")

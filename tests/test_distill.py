@@ -348,7 +348,7 @@ def test_the_packed_gradient_is_that_of_separate_sequences(model_dir, capacity):
 
 # ------------------------------------------------------------------------------------------------------- the whole thing
 
-QUICK = ["--steps", "30", "--batch", "16", "--lr", "3e-3"]
+QUICK = ["--steps", "30", "--batch", "16", "--lr", "3e-3", "--prompts", "100"]
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +377,17 @@ def test_only_traces_of_the_window_are_taught_and_no_prompt_is_on_both_sides(stu
     assert (len(taught), len(held_out)) == (114, 6)
     assert {int(v) for t in taught + held_out for v in t.versions[t.mask == 1]} == {15}
     assert not {t.text.split("=")[0] for t in taught} & {t.text.split("=")[0] for t in held_out}
+
+
+def test_with_few_prompts_the_publications_reach_further_back(run, model_dir, tmp_path, capsys):
+    """The window is 10..20; the store has 20 prompts of publication 15 and 30 of publication 3."""
+    rng = random.Random(1)
+    evals = [evaluation(s, r) for s, r in [(0, 0.1), (10, 0.7), (20, 0.9), (30, 0.2)]]
+    few = write_run(tmp_path / "few", model_dir, [sums(rng, 20, 15), sums(rng, 30, 3), sums(rng, 40, 30)], evals)
+    for wanted, said in [("15", "publications 10..20; 20 of 20"), ("40", "publications 0..20; 50 of 50")]:
+        out = str(tmp_path / f"student{wanted}")
+        assert distill.main([few, "--out", out, *QUICK, "--prompts", wanted, "--steps", "2"]) in (0, 2)
+        assert said in capsys.readouterr().out
 
 
 def test_the_student_loads_and_gives_the_same_logits(student, model_dir):
