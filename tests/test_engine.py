@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import copy
 import hashlib
+import json
 import multiprocessing
 import os
+import signal
 import socket
 import time
 
@@ -344,7 +346,35 @@ def test_engines_that_start_at_once_get_ports_of_their_own():
         rank.join()
 
 
-# -------------------------------------------------------------------------------------------- last: it ends the server
+# ------------------------------------------------------------------------------------------- last: they end the server
+
+
+@pytest.mark.engine
+def test_a_killed_server_is_replaced_with_the_same_weights_and_its_responses_go_on(engine):
+    asks = engines.Engines(engine.config, engine.ranks, engine.engine.state, engine.engine)
+    before = engine.server.version
+
+    async def story():
+        watcher = asyncio.create_task(engine.engine.supervise())
+        request = asyncio.create_task(asks.generate(PROMPT, 32, Sampling(1.0, 600), before))
+        begun = engine.server.heard
+        while engine.server.heard < begun + 0.5:  # until tokens have been coming for a while
+            await asyncio.sleep(0.01)
+        os.killpg(engine.server.process.pid, signal.SIGKILL)
+        try:
+            return await request
+        finally:
+            watcher.cancel()
+
+    responses = engine.wait(story())
+    events = [json.loads(line) for line in (engine.folder / "events.jsonl").read_text().splitlines()]
+    (retry,) = [e for e in events if e["event"] == "retry"]
+    assert retry["tokens"] > 100 and engine.engine.restarted == 1
+    assert engine.server.version == before  # which the new server held before it was asked: Engine.catch_up compares
+    assert max(len(r.ids) for r in responses) > 64
+    for r in responses:
+        assert set(r.versions) == {before} and r.finish in ("stop", "length")
+        assert np.abs(oracle_logp(engine, PROMPT, r.ids).numpy() - r.logp).max() < 1e-4
 
 
 def living_in(group):
