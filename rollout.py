@@ -541,7 +541,8 @@ class EngineRank:
 
     async def work(self) -> None:
         self.state.open()
-        self.outbox = sync.Outbox(self.ranks.store)
+        # As many as the gate lets be under way: without rejected groups it is the gate that shuts first.
+        self.outbox = sync.Outbox(self.ranks, (self.config.staleness.max + 1) * self.config.groups_per_update)
         self.outbox.send(self.totals)  # before the run can take a step: so every step knows which engines live
         self.state.ready()
         plan = self.state.plan()
@@ -560,13 +561,14 @@ class EngineRank:
                 if seen.eval_id > eval_done and self.server.version >= 0:
                     eval_done = seen.eval_id
                     tasks.add(asyncio.create_task(self.run_eval(eval_done)))
-                while not seen.stop_asked and not self.requests.locked():
+                while not seen.stop_asked and not self.requests.locked() and not self.outbox.is_full:
                     ticket = self.state.claim(self.ranks.role.rank, self.server.version)
                     if ticket is None:
                         break
                     tasks.add(asyncio.create_task(self.run_group(ticket, seen.stage)))
                     await asyncio.sleep(0)  # let it take its requests, so that `locked` tells the truth
                 self.report()
+                self.outbox.pump()
                 for task in [t for t in tasks if t.done()]:
                     tasks.remove(task)
                     task.result()  # a failed group or evaluation ends the run with its reason
@@ -576,6 +578,7 @@ class EngineRank:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.graders.close()
+            self.outbox.close()
 
     def report(self) -> None:
         """Running totals for the learner's log, about once a second."""
