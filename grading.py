@@ -86,7 +86,7 @@ class Worker:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
-        # A worker that is stopped reads nothing: sending it a long text fails then, with an OSError, and does not block.
+        # A worker that is stopped reads nothing: sending it a long text must then fail (OSError) and not block for ever.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(START_S), 0))
         with theirs:
             self.process = subprocess.Popen(
@@ -173,8 +173,8 @@ class Crew:
 class GraderPool:
     """Grades without blocking the event loop; each grade at most `timeout_s` seconds.
 
-    Every isolated grader has `workers` processes of its own: one that is slow holds up no other. `judge` is asked where a row names the grader `judge`. `failures` counts, per grader, the texts that got 0.0 because
-    grading them failed.
+    Every isolated grader has `workers` processes of its own: one that is slow holds up no other. `judge` is asked where
+    a row names the grader `judge`. `failures` counts, per grader, the texts that got 0.0 because grading them failed.
     """
 
     def __init__(self, workers: int, timeout_s: float, judge: Optional["Judge"] = None):

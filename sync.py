@@ -427,18 +427,18 @@ def decode_groups(content: bytes) -> list[Group]:
     return [_unpacked(group) for group in _group_decoder.decode(content)]
 
 
-# Groups and EvalParts are numbered from 1, per engine and per start of the job, and kept by their sender until the inbox
-# has acknowledged them. An EngineStats is not: the next one replaces it. A message is two frames: its body, and before it
-# a header (engine, sequence, answered, checksum of all four).
-#   sequence  its number; of an EngineStats: that of the last numbered message before it, so that a loss shows even where
-#             no further group follows
+# Groups and EvalParts are numbered from 1, per engine and per start of the job, and kept by their sender until the
+# inbox has acknowledged them. An EngineStats is not: the next one replaces it. A message is two frames: its body, and
+# before it a header (engine, sequence, answered, checksum of all four).
+#   sequence  its number; of an EngineStats: that of the last numbered message before it, so that a loss shows even
+#             where no further group follows
 #   answered  the last round of requests that its sender had answered in full before it
 # The inbox answers through the store, in one key per engine, so that nobody reads half an answer:
 #   receipt/{engine}  [last, [[sequence, round], ...]]: every number up to `last` is in but for those listed, which are
 #                     asked for again, in rounds that count up
-# What one engine sends comes in order. So a message is lost that is not here when a later one is, and its resend is lost
-# if it is not here when something is that was sent after that round was answered: no clock has to say what late means.
-# Where order fails after all (a connection that broke and came back), a message comes twice and is dropped by its number.
+# What one engine sends comes in order. So a message is lost that is not here when a later one is, and its resend is
+# lost if it is not here when something is that was sent after that round was answered: no clock has to say what late
+# means. Where order fails after all (a connection that broke and came back), one comes twice, and is dropped once.
 
 RESENDS = 5  # times that one message is asked for again until the run is given up
 LOOK_EVERY = 0.25  # seconds between an outbox's looks at its receipt
@@ -479,7 +479,7 @@ class Inbox:
         self.store.set("inbox", f"tcp://{host}:{port}")
 
     def receive(self, timeout: float) -> Iterator[Message]:
-        """What has arrived; waits up to `timeout` seconds for the first message. It is acknowledged once all is taken out.
+        """What has arrived; waits up to `timeout` seconds for the first message. Acknowledged once all is taken out.
 
         Raises RuntimeError where a message is still missing after RESENDS requests.
         """
@@ -544,9 +544,9 @@ class Inbox:
 class Outbox:
     """An engine rank's end: keeps what it sends until the inbox has it.
 
-    Sending never blocks and never fails, for the socket has no limit of its own: `limit` bounds what waits. A rank whose
-    outbox `is_full` must begin no group; those under way are still sent. (An EngineStats is some 100 bytes twice a
-    second, for at most the faults.stall_after seconds that a learner may be away.)
+    Sending never blocks and never fails, for the socket has no limit of its own: `limit` bounds what waits. A rank
+    whose outbox `is_full` must begin no group; those under way are still sent. (An EngineStats is some 100 bytes twice
+    a second, for at most the faults.stall_after seconds that a learner may be away.)
     """
 
     def __init__(self, ranks: Ranks, limit: int):

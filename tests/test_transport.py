@@ -1,5 +1,5 @@
-"""The way of groups to the learner: a wire that loses, garbles, repeats and reorders what it carries, a learner that does
-not read for a while, and the end of a run."""
+"""The way of groups to the learner: a wire that loses, garbles, repeats and reorders what it carries, a learner that
+does not read for a while, and the end of a run."""
 
 import asyncio
 import json
@@ -15,11 +15,11 @@ import torch.distributed as dist
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_learner import RUN, learner_or_fake_engine, lines, rollout_lines
 
 import rollout
 import sync
 import train
-from test_learner import RUN, learner_or_fake_engine, lines, rollout_lines
 
 
 class Wire:
@@ -199,12 +199,7 @@ def test_the_very_message_that_was_hurt_is_sent_again_also_the_last_one(how):
 
 def test_a_resend_that_is_lost_is_asked_for_again_and_one_on_its_way_is_not():
     lose = True
-    held = []
-
-    def fault(frames):
-        return [] if lose else [frames]
-
-    inbox, (outbox,), events = ends(fault=fault)
+    inbox, (outbox,), events = ends(fault=lambda frames: [] if lose else [frames])
     outbox.send(tiny.group(np.random.default_rng(0), 0))
     lose = False
     exchange(inbox, [outbox])
@@ -230,6 +225,16 @@ def test_a_resend_that_is_lost_is_asked_for_again_and_one_on_its_way_is_not():
     assert numbers(events, "resend") == [1, 1, 2]
 
 
+def test_several_that_are_lost_at_once_are_each_sent_again_once():
+    lose = True
+    inbox, (outbox,), events = ends(fault=lambda frames: [] if lose else [frames])
+    for n in range(4):
+        outbox.send(tiny.group(np.random.default_rng(n), n))
+    lose = False
+    assert tickets(exchange(inbox, [outbox], 4)) == [0, 1, 2, 3]
+    assert numbers(events, "resend") == [1, 2, 3, 4] == numbers(events, "missing_message")
+
+
 def test_a_message_that_never_comes_through_ends_the_run():
     """Its content is what breaks it: every time again."""
 
@@ -252,7 +257,7 @@ def test_what_no_engine_has_sent_is_ignored():
     assert tickets(exchange(inbox, [outbox], 3)) == [0] and not outbox.kept and len(events) == 4
 
 
-# ------------------------------------------------------------------------------------------------------ and real sockets
+# ---------------------------------------------------------------------------------------------------- and real sockets
 
 
 def receive_until(inbox, outboxes, ready, seconds=30):
@@ -304,8 +309,8 @@ class FakeServer:
 
     async def generate(self, prompt, n, sampling):
         await asyncio.sleep(0.001)
-        one = rollout.Response(np.full(3, 7, np.int32), np.zeros(3, np.float32), np.zeros(3, np.int32), "stop", len(prompt), 0)
-        return [one] * n
+        logp, versions = np.zeros(3, np.float32), np.zeros(3, np.int32)
+        return [rollout.Response(np.full(3, 7, np.int32), logp, versions, "stop", len(prompt), 0)] * n
 
 
 class RejectingGraders:
@@ -365,13 +370,13 @@ def test_rejected_groups_stop_at_the_limit_while_the_learner_is_busy_and_go_on_w
     asyncio.run(main())
 
 
-# ------------------------------------------------------------------------------------------------------------ whole runs
+# ---------------------------------------------------------------------------------------------------------- whole runs
 
 
 def learner_or_engine_on_a_bad_wire(cfg, ranks):
     """One message of four is lost or garbled, between the real sockets."""
     if ranks.role.kind == "engine":
-        rng = random.Random(ranks.role.engine)
+        rng, sync.LOOK_EVERY = random.Random(ranks.role.engine), 0.02
 
         class Outbox(sync.Outbox):
             def __init__(self, *args):
