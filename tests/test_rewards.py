@@ -430,10 +430,12 @@ def test_a_grader_that_hangs_holds_up_no_other():
         hanging = [asyncio.create_task(pool.score(hang, hang.references[0], "a" * 60 + "b")) for _ in range(5)]
         await asyncio.sleep(0)  # they are first in every queue
         others = asyncio.gather(*(pool.score(good, good.references[0], "\\boxed{42}") for _ in range(5)))
-        assert await asyncio.wait_for(others, 120) == [(1.0, None)] * 5
-        assert not any(task.done() for task in hanging)
-        await asyncio.to_thread(pool.close)
-        await asyncio.gather(*hanging, return_exceptions=True)
+        try:
+            assert await asyncio.wait_for(others, 60) == [(1.0, None)] * 5
+            assert not any(task.done() for task in hanging)
+        finally:
+            await asyncio.to_thread(pool.close)
+            await asyncio.gather(*hanging, return_exceptions=True)
 
     asyncio.run(main())
 
@@ -448,9 +450,11 @@ def test_a_worker_that_is_stopped_is_replaced_at_the_deadline(monkeypatch):
             worker.start()
         stopped = worker.process.pid
         os.kill(stopped, signal.SIGSTOP)
-        began = time.monotonic()
-        assert grade_all(pool, [(Row("format", "a+"), "a" * 4_000_000)]) == [(1.0, None)]
-        assert time.monotonic() - began < 60 and gone(stopped)
+        work, results = [(Row("format", "a+"), "a" * 4_000_000)], []
+        grading = threading.Thread(target=lambda: results.extend(grade_all(pool, work)))
+        grading.start()
+        grading.join(60)
+        assert results == [(1.0, None)] and gone(stopped)
     finally:
         pool.close()
 
