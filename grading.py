@@ -16,6 +16,7 @@ import queue
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -85,6 +86,8 @@ class Worker:
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()
+        # A worker that is stopped reads nothing: sending it a long text must then fail (OSError) and not block for ever.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(START_S), 0))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, os.path.abspath(__file__), str(theirs.fileno()), str(os.getpid())],
@@ -145,21 +148,39 @@ class Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
-class GraderPool:
-    """Grades without blocking the event loop; `workers` processes, each grade at most `timeout_s` seconds.
+class Crew:
+    """The workers of one isolated grader and a thread for each, which start when first needed."""
 
-    `judge` is asked where a row names the grader `judge`. `failures` counts, per grader, the texts that got 0.0 because
-    grading them failed.
+    def __init__(self, size: int):
+        self.workers = [Worker() for _ in range(size)]
+        self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self.workers:
+            self.idle.put(worker)
+        self.threads = ThreadPoolExecutor(size, thread_name_prefix="grader")
+
+    async def grade(self, *job) -> tuple[float, str | None]:
+        """Worker.grade of the next worker that is idle."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, self.grade_in_thread, job)
+
+    def grade_in_thread(self, job: tuple) -> tuple[float, str | None]:
+        worker = self.idle.get()  # never waits: there are as many workers as threads
+        try:
+            return worker.grade(*job)
+        finally:
+            self.idle.put(worker)
+
+
+class GraderPool:
+    """Grades without blocking the event loop; each grade at most `timeout_s` seconds.
+
+    Every isolated grader has `workers` processes of its own: one that is slow holds up no other. `judge` is asked where
+    a row names the grader `judge`. `failures` counts, per grader, the texts that got 0.0 because grading them failed.
     """
 
     def __init__(self, workers: int, timeout_s: float, judge: Optional["Judge"] = None):
         self.timeout_s = timeout_s
         self.judge = judge
-        self.workers = [Worker() for _ in range(workers)]
-        self.idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self.workers:
-            self.idle.put(worker)
-        self.threads = ThreadPoolExecutor(workers, thread_name_prefix="grader")
+        self.crews = {name: Crew(workers) for name, grader in GRADERS.items() if grader.isolated}
         self.failures: collections.Counter[str] = collections.Counter()
 
     async def score_all(self, row: "Row", text: str) -> tuple[dict[str, float], str | None]:
@@ -181,9 +202,7 @@ class GraderPool:
                 raise GraderError("grader judge: the pool was made without a judge")
             score, failure = await self.judge.score(row.prompt, answer, text)
         elif grader.isolated:
-            loop = asyncio.get_running_loop()
-            work = (name, text, answer, self.timeout_s, row.prompt_id)
-            score, failure = await loop.run_in_executor(self.threads, self.score_in_worker, work)
+            score, failure = await self.crews[name].grade(name, text, answer, self.timeout_s, row.prompt_id)
         else:
             try:
                 score, failure = checked(grader.score(text, answer), name, row.prompt_id), None
@@ -198,20 +217,14 @@ class GraderPool:
                 log.warning("grader %s failed (%d so far): row %s: %s", name, n, row.prompt_id, failure)
         return score, failure
 
-    def score_in_worker(self, work: tuple) -> tuple[float, str | None]:
-        """`work` is the arguments of Worker.grade."""
-        worker = self.idle.get()
-        try:
-            return worker.grade(*work)
-        finally:
-            self.idle.put(worker)
-
     def close(self) -> None:
         """Ends the workers, also those that are grading; no process is left."""
-        for worker in self.workers:
+        workers = [worker for crew in self.crews.values() for worker in crew.workers]
+        for worker in workers:
             worker.close()
-        self.threads.shutdown(cancel_futures=True)
-        for worker in self.workers:
+        for crew in self.crews.values():
+            crew.threads.shutdown(cancel_futures=True)
+        for worker in workers:
             worker.kill()
 
 

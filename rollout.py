@@ -187,7 +187,8 @@ class EngineRank:
 
     async def work(self) -> None:
         self.state.open()
-        self.outbox = sync.Outbox(self.ranks.store)
+        # As many as the gate lets be under way: without rejected groups it is the gate that shuts first.
+        self.outbox = sync.Outbox(self.ranks, (self.config.staleness.max + 1) * self.config.groups_per_update)
         self.outbox.send(self.totals)  # before the run can take a step: so every step knows which engines live
         self.state.ready()
         plan = self.state.plan()
@@ -215,6 +216,7 @@ class EngineRank:
                     tasks.add(asyncio.create_task(self.run_group(ticket, seen.stage, version)))
                     await asyncio.sleep(0)  # let it take its requests, so that `locked` tells the truth
                 self.report()
+                self.outbox.pump()
                 for task in [t for t in tasks if t.done()]:
                     tasks.remove(task)
                     task.result()  # a failed group or evaluation ends the run with its reason
@@ -225,10 +227,12 @@ class EngineRank:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.graders.close()
+            self.outbox.close()
 
     def may_begin(self, seen: sync.Snapshot) -> bool:
-        """Whether this rank has room for another group, and an engine of its own to begin it on."""
-        return self.engine.status == engine.SERVING and not seen.stop_asked and not self.requests.locked()
+        """Whether this rank has room for another group, an engine of its own to begin it on, and a learner that takes it."""
+        serving = self.engine.status == engine.SERVING
+        return serving and not seen.stop_asked and not self.requests.locked() and not self.outbox.is_full
 
     def report(self) -> None:
         """Running totals for the learner's log, about once a second."""

@@ -3,7 +3,7 @@
 Four parts, in this order:
   ranks         which rank learns, which hosts an engine, and their process groups
   run state     version, cursor and stop flag in the store of the process group; the staleness gate is here
-  trajectories  what a rollout is, how it is checked, and its transport to rank 0 (ZeroMQ)
+  trajectories  what a rollout is, how it is checked, and its transport to rank 0 (ZeroMQ): nothing lost, nothing twice
   weights       buckets, their broadcast from rank 0, and the bitwise check of what an engine holds
 
 Left out on purpose: any router or queue between prompts and engines. An engine rank takes the next prompt itself, when
@@ -12,8 +12,10 @@ it has room and the gate admits it.
 
 import hashlib
 import json
+import math
 import os
 import socket
+import time
 import zlib
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -112,6 +114,12 @@ def join(config: Config) -> Ranks:
     wire = device if over_nccl else torch.device("cpu")
     store = dist.PrefixStore("run", store)
     return Ranks(table[rank], device, wire, learners, weights, tp, store, faults.Recorder(config.run.dir, rank), own_address())
+
+
+def own_address() -> str:
+    """Where the other ranks reach this machine: loopback where there is no other machine."""
+    one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    return "127.0.0.1" if one_machine else socket.gethostbyname(socket.gethostname())
 
 
 # ------------------------------------------------------------------------------------------------------------ run state
@@ -456,44 +464,174 @@ def decode_groups(content: bytes) -> list[Group]:
     return [_unpacked(group) for group in _group_decoder.decode(content)]
 
 
-def own_address() -> str:
-    """Where the other ranks reach this machine: loopback where there is no other machine."""
-    one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-    return "127.0.0.1" if one_machine else socket.gethostbyname(socket.gethostname())
+# Groups and EvalParts are numbered from 1, per engine and per start of the job, and kept by their sender until the
+# inbox has acknowledged them. An EngineStats is not: the next one replaces it. A message is two frames: its body, and
+# before it a header (engine, sequence, answered, checksum of all four).
+#   sequence  its number; of an EngineStats: that of the last numbered message before it, so that a loss shows even
+#             where no further group follows
+#   answered  the last round of requests that its sender had answered in full before it
+# The inbox answers through the store, in one key per engine, so that nobody reads half an answer:
+#   receipt/{engine}  [last, [[sequence, round], ...]]: every number up to `last` is in but for those listed, which are
+#                     asked for again, in rounds that count up
+# What one engine sends comes in order. So a message is lost that is not here when a later one is, and its resend is
+# lost if it is not here when something is that was sent after that round was answered: no clock has to say what late
+# means. Where order fails after all (a connection that broke and came back), one comes twice, and is dropped once.
+
+RESENDS = 5  # times that one message is asked for again until the run is given up
+LOOK_EVERY = 0.25  # seconds between an outbox's looks at its receipt
+
+_header_decoder = msgspec.msgpack.Decoder(tuple[int, int, int, int])
+
+
+def _checksum(engine: int, sequence: int, answered: int, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(f"{engine} {sequence} {answered}".encode()))
+
+
+@dataclass
+class Received:
+    """What the inbox has of one engine's numbered messages."""
+
+    last: int = 0  # the highest number that it knows of
+    missing: dict[int, int] = field(default_factory=dict)  # what of 1..last is not here -> the round that asks for it
+    times: dict[int, int] = field(default_factory=dict)  # what is missing -> how often it was asked for
+    round: int = 0  # the last one that was asked
+    receipt: str = ""  # as it stands in the store
+    heard: float = 0.0  # time.monotonic() when its last message was taken out
 
 
 class Inbox:
-    """Rank 0's end of the trajectory transport. What waits in it is bounded by the staleness gate."""
+    """Rank 0's end of the trajectory transport. A numbered message comes out of it exactly once, whole.
 
-    def __init__(self, store: dist.Store):
-        host = own_address()
+    What waits in it is bounded by the limits of the outboxes; its socket needs none.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.store, self.record = ranks.store, ranks.record
+        self.received: dict[int, Received] = {}  # by engine
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.set_hwm(0)
-        port = self.socket.bind_to_random_port(f"tcp://{host}")
-        store.set("inbox", f"tcp://{host}:{port}")
+        port = self.socket.bind_to_random_port(f"tcp://{ranks.host}")
+        self.store.set("inbox", f"tcp://{ranks.host}:{port}")
 
     def receive(self, timeout: float) -> Iterator[Message]:
-        """What has arrived; waits up to `timeout` seconds for the first message."""
-        if self.socket.poll(int(timeout * 1000)):
-            while True:
-                try:
-                    content = self.socket.recv(zmq.NOBLOCK)
-                except zmq.Again:
-                    return
-                yield decode(content)
+        """What has arrived; waits up to `timeout` seconds for the first message. Acknowledged once all is taken out.
+
+        Raises RuntimeError where a message is still missing after RESENDS requests.
+        """
+        if not self.socket.poll(int(timeout * 1000)):
+            return
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            message = self.open(frames)
+            if message is not None:
+                yield message
+        for engine, received in self.received.items():
+            self.acknowledge(engine, received)
+
+    def open(self, frames: list[bytes]) -> Optional[Message]:
+        """The message; None where it is garbled, which is as good as lost, or was here before."""
+        engine = sequence = None
+        try:
+            header, body = frames
+            engine, sequence, answered, checksum = _header_decoder.decode(header)
+            if checksum != _checksum(engine, sequence, answered, body):
+                raise ValueError(f"the checksum does not fit its {len(body)} bytes")
+            message = decode(body)
+        except (ValueError, msgspec.DecodeError) as error:
+            self.record("garbled_message", engine=engine, sequence=sequence, why=str(error)[:200])
+            return None
+        received = self.received.setdefault(engine, Received())
+        received.heard = time.monotonic()
+        for n in range(received.last + 1, sequence + 1):
+            received.missing[n] = received.round + 1
+        received.last = max(received.last, sequence)
+        is_new = True
+        if not isinstance(message, EngineStats):
+            is_new = received.missing.pop(sequence, None) is not None
+            received.times.pop(sequence, None)
+        for n, round in received.missing.items():
+            if round <= answered:  # what was sent again did not come through either
+                received.missing[n] = received.round + 1
+        return message if is_new else None
+
+    def acknowledge(self, engine: int, received: Received) -> None:
+        """Writes the engine's receipt, where it has changed."""
+        wanted = [n for n, round in received.missing.items() if round > received.round]
+        received.round += bool(wanted)
+        for n in wanted:
+            received.times[n] = times = received.times.get(n, 0) + 1
+            if times > RESENDS:
+                raise RuntimeError(f"message {n} of engine {engine} did not come through, though sent {times} times")
+            self.record("missing_message", engine=engine, sequence=n, times=times)
+        receipt = json.dumps([received.last, sorted(received.missing.items())])
+        if receipt != received.receipt:
+            self.store.set(f"receipt/{engine}", receipt)
+            received.receipt = receipt
+
+    def is_complete(self, since: float) -> bool:
+        """Whether every engine has been heard after `since` (time.monotonic()) and nothing of it is missing."""
+        return all(r.heard > since and not r.missing for r in self.received.values())
 
 
 class Outbox:
-    """An engine rank's end. Sending never blocks; a message is whole or not there."""
+    """An engine rank's end: keeps what it sends until the inbox has it.
 
-    def __init__(self, store: dist.Store):
+    Sending never blocks and never fails, for the socket has no limit of its own: `limit` bounds what waits. A rank
+    whose outbox `is_full` must begin no group; those under way are still sent. (An EngineStats is some 100 bytes twice
+    a second, for at most the faults.stall_after seconds that a learner may be away.)
+    """
+
+    def __init__(self, ranks: Ranks, limit: int):
+        self.store, self.record, self.engine, self.limit = ranks.store, ranks.record, ranks.role.engine, limit
+        self.sequence = 0  # of the last numbered message
+        self.answered = 0  # the last round of requests that was answered
+        self.kept: dict[int, bytes] = {}  # bodies that are not acknowledged, by number
+        self.looked = -math.inf  # time.monotonic() of the last look at the receipt
+        self.store.set(f"receipt/{self.engine}", json.dumps([0, []]))  # nobody writes it before a message is there
         self.socket = zmq.Context.instance().socket(zmq.PUSH)
         self.socket.set_hwm(0)
-        self.socket.setsockopt(zmq.LINGER, 2000)
-        self.socket.connect(store.get("inbox").decode())
+        # Once a rank closes this, the learner has saved without what is still on the way, or is gone.
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(self.store.get("inbox").decode())
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.kept) >= self.limit
 
     def send(self, message: Message) -> None:
-        self.socket.send(encode(message), zmq.NOBLOCK)
+        body = encode(message)
+        if not isinstance(message, EngineStats):
+            self.sequence += 1
+            self.kept[self.sequence] = body
+        self.post(self.sequence, body)
+
+    def post(self, sequence: int, body: bytes) -> None:
+        checksum = _checksum(self.engine, sequence, self.answered, body)
+        header = msgspec.msgpack.encode((self.engine, sequence, self.answered, checksum))
+        self.socket.send_multipart([header, body], zmq.NOBLOCK, copy=False)  # no copy: waiting and kept are one memory
+
+    def pump(self) -> None:
+        """Forgets what the inbox has and sends again what it asks for. To be called often; looks at the store every
+        LOOK_EVERY seconds, and each time while full."""
+        now = time.monotonic()
+        if not self.kept or now < self.looked + LOOK_EVERY and not self.is_full:
+            return
+        self.looked = now
+        last, missing = json.loads(self.store.get(f"receipt/{self.engine}"))
+        rounds = dict(missing)
+        self.kept = {n: body for n, body in self.kept.items() if n > last or n in rounds}
+        for n, round in rounds.items():
+            if round > self.answered:
+                self.record("resend", engine=self.engine, sequence=n, round=round)
+                self.post(n, self.kept[n])
+        self.answered = max([self.answered, *rounds.values()])  # only now: the resends themselves do not say so
+
+    def close(self) -> None:
+        """Returns at once."""
+        self.socket.close()
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

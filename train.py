@@ -403,6 +403,9 @@ def policy_group(policy: Policy) -> dist.ProcessGroup:
 # ---------------------------------------------------------------------------------------------------------------- learner
 
 
+LAST_WORDS_S = 3.0  # seconds that the last checkpoint waits for groups that are on their way
+
+
 class Learner:
     """A learner rank. Rank 0 also owns the run: buffer, publication, evaluation, log, checkpoint."""
 
@@ -432,7 +435,7 @@ class Learner:
 
     def open_run(self) -> None:
         saved = self.progress
-        self.inbox = sync.Inbox(self.ranks.store)
+        self.inbox = sync.Inbox(self.ranks)
         self.truncated = list(saved.truncated)
         self.stage = next_stage(self.config.stages, saved.stage, self.step, [], 0.0)
         learned = self.step * self.config.train.groups_per_step
@@ -470,6 +473,12 @@ class Learner:
                 self.evals.setdefault(message.eval_id, []).append(message)
             else:
                 self.engines[message.engine] = (message, time.monotonic())
+
+    def receive_the_rest(self) -> None:
+        """Receives what engines have sent up to now: a living one says twice a second how much that is."""
+        began = time.monotonic()
+        while not self.inbox.is_complete(began) and time.monotonic() < began + LAST_WORDS_S:
+            self.receive(timeout=0.1)
 
     def wait_for(self, ready, what: str) -> bool:
         """Receives until `ready()`; False where the run is asked to stop first, or has nothing left to learn from."""
@@ -631,6 +640,8 @@ class Learner:
                 self.publish()
             self.ask_eval()
             self.finish_eval()
+        if self.ranks.is_first:
+            self.receive_the_rest()
         self.save()
         if self.ranks.is_first:
             self.state.stop()

@@ -113,7 +113,7 @@ class Rollout:
     early_range: list[float] = field(default_factory=lambda: [0.05, 0.8])  # pass rate of the early responses to go on
     keep_range: list[float] = field(default_factory=lambda: [0.0, 1.0])  # pass rate of the full group to be learned from
     max_rejected: int = 2000  # groups rejected in a row before the run stops: nothing left to learn, or nothing solved
-    grader_workers: int = 1  # processes for graders that run in isolation
+    grader_workers: int = 1  # processes of each grader that runs in isolation
     grader_timeout: float = 20.0  # seconds for one grade
 
 

@@ -247,8 +247,9 @@ def fake_engine(cfg, ranks, stop_at):
     state = sync.RunState(ranks.store, cfg.staleness.max, cfg.groups_per_update)
     state.open()
     state.ready()
-    plan, outbox = state.plan(), sync.Outbox(ranks.store)
+    plan, outbox = state.plan(), sync.Outbox(ranks, (cfg.staleness.max + 1) * cfg.groups_per_update)
     held, eval_done, running, received = -1, -1, [], {}
+    totals, reported = sync.EngineStats(ranks.role.engine, 0.0, 0.0, 0, 0, 0, 0.0), 0.0
     while not (seen := state.read()).stop:
         if seen.version > held:
             for bucket in plan:
@@ -261,7 +262,9 @@ def fake_engine(cfg, ranks, stop_at):
         if seen.eval_id > eval_done and held >= 0:
             eval_done = seen.eval_id
             outbox.send(sync.EvalPart(eval_done, ranks.role.engine, held, ["arithmetic"] * 3, [0.0, 1.0, 1.0]))
-        while not seen.stop_asked and len(running) < 4 and (ticket := state.claim(ranks.role.rank, held)) is not None:
+        while not seen.stop_asked and not outbox.is_full and len(running) < 4:
+            if (ticket := state.claim(ranks.role.rank, held)) is None:
+                break
             running.append((ticket, held))
         if running:
             ticket, version = running.pop(int(rng.integers(0, len(running))))
@@ -270,9 +273,15 @@ def fake_engine(cfg, ranks, stop_at):
                 g.dropped = "zero_variance"
                 state.give_back()
             outbox.send(g)
-            outbox.send(sync.EngineStats(ranks.role.engine, 1.0 + ticket, 0.5, 10 * ticket, 5 * ticket, ticket, 0.1))
+            totals = sync.EngineStats(ranks.role.engine, 1.0 + ticket, 0.5, 10 * ticket, 5 * ticket, ticket, 0.1)
+            outbox.send(totals)
         else:
             time.sleep(0.002)
+        if time.monotonic() > reported + 0.1:
+            outbox.send(totals)
+            reported = time.monotonic()
+        outbox.pump()
+    outbox.close()
     return received
 
 

@@ -422,6 +422,43 @@ def test_a_hanging_text_fails_alone_and_is_killed():
         pool.close()
 
 
+def test_a_grader_that_hangs_holds_up_no_other():
+    pool = GraderPool(workers=1, timeout_s=600.0)
+    hang, good = Row("format", "(a+)+c"), Row("math", "42")
+
+    async def main():
+        hanging = [asyncio.create_task(pool.score(hang, hang.references[0], "a" * 60 + "b")) for _ in range(5)]
+        await asyncio.sleep(0)  # they are first in every queue
+        others = asyncio.gather(*(pool.score(good, good.references[0], "\\boxed{42}") for _ in range(5)))
+        try:
+            assert await asyncio.wait_for(others, 60) == [(1.0, None)] * 5
+            assert not any(task.done() for task in hanging)
+        finally:
+            await asyncio.to_thread(pool.close)
+            await asyncio.gather(*hanging, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_stopped_is_replaced_at_the_deadline(monkeypatch):
+    """Stopped while idle: it neither reads the text, which is longer than what a pipe takes in, nor answers."""
+    pool = GraderPool(workers=1, timeout_s=20.0)
+    try:
+        (worker,) = pool.crews["format"].workers
+        with monkeypatch.context() as patch:
+            patch.setattr("grading.START_S", 2.0)  # of this process; the one that takes its place may start slowly
+            worker.start()
+        stopped = worker.process.pid
+        os.kill(stopped, signal.SIGSTOP)
+        work, results = [(Row("format", "a+"), "a" * 4_000_000)], []
+        grading = threading.Thread(target=lambda: results.extend(grade_all(pool, work)))
+        grading.start()
+        grading.join(60)
+        assert results == [(1.0, None)] and gone(stopped)
+    finally:
+        pool.close()
+
+
 def test_pathological_maths_called_directly_returns():
     assert grade_math("\\boxed{9^{9^{9^9}}}", "1", timeout_s=1.0) == 0.0
     assert grade_math("\\boxed{1}", "1") == 1.0
@@ -518,7 +555,7 @@ def test_the_gates_of_evaluated_tasks():
 def test_a_worker_killed_while_idle_is_replaced(pool):
     work = [(Row("format", "a"), "a")] * 4
     assert grade_all(pool, work) == [(1.0, None)] * 4
-    for worker in pool.workers:
+    for worker in pool.crews["format"].workers:
         if worker.process:
             worker.process.kill()
     assert grade_all(pool, work) == [(1.0, None)] * 4
@@ -568,20 +605,25 @@ def wait_gone(pid, seconds):
 
 
 def test_close_leaves_no_process_even_while_grading():
+    threads = set(threading.enumerate())
     pool = GraderPool(workers=2, timeout_s=600.0)
-    hang = Row("format", "(a+)+c")
+    hang, tower = Row("format", "(a+)+c"), Row("math", "1")
+    work = [(hang, "a" * 60 + "b"), (tower, "$9^{9^{9^9}}$")] * 3
+    workers = [worker for name in ("format", "math") for worker in pool.crews[name].workers]
 
     async def main():
-        tasks = [asyncio.create_task(pool.score(hang, hang.references[0], "a" * 60 + "b")) for _ in range(3)]
-        while not all(worker.process for worker in pool.workers):
+        tasks = [asyncio.create_task(pool.score(row, row.references[0], text)) for row, text in work]
+        while not all(worker.process for worker in workers):
             await asyncio.sleep(0.05)
-        pids = [worker.process.pid for worker in pool.workers]
+        pids = [worker.process.pid for worker in workers]
         await asyncio.to_thread(pool.close)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         return pids
 
     pids = asyncio.run(main())
-    assert len(pids) == 2 and all(gone(pid) for pid in pids)
+    assert len(pids) == 4 and all(gone(pid) for pid in pids)
+    assert all(worker.process is None for crew in pool.crews.values() for worker in crew.workers)
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("text", ["b", "a" * 60 + "b"], ids=["idle", "grading"])
@@ -594,7 +636,7 @@ async def main():
     await pool.score_all(row, "b")
     score = asyncio.create_task(pool.score_all(row, {text!r}))
     await asyncio.sleep(0.5)
-    print(pool.workers[0].process.pid, score.done(), flush=True)
+    print(pool.crews["format"].workers[0].process.pid, score.done(), flush=True)
     await asyncio.sleep(100)
 asyncio.run(main())
 """
