@@ -31,6 +31,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 import data
+import faults
 import sync
 from configs.schema import Config, ConfigError, Stage
 from grading import GraderPool
@@ -210,7 +211,7 @@ class Server:
         loading = paused_at = None
         for i, bucket in enumerate(plan):
             flat = buffers[i % 2][: sync.bucket_nbytes(bucket)]
-            await asyncio.to_thread(dist.broadcast, flat, 0, ranks.weights)
+            await asyncio.to_thread(sync.receive_bucket, flat, version, ranks)
             if loading is not None:
                 await loading
                 await asyncio.to_thread(tp_barrier, ranks)  # the other ranks of this engine may reuse their buffer
@@ -550,8 +551,11 @@ class EngineRank:
         self.ready_at = self.looked_at = time.monotonic()
         tasks: set[asyncio.Task] = set()
         eval_done = -1
+        patience, loop = self.config.faults.stall_after, asyncio.get_running_loop()
+        watchdog = faults.Watchdog(patience, self.config.run.dir, self.ranks.record, self.describe, loop)
         try:
             while not (seen := self.state.read()).stop:
+                watchdog.saw(seen.progress)
                 self.server.check_alive()
                 if stop_signals and not seen.stop_asked:
                     self.state.ask_stop(f"{stop_signals[0]} to rank {self.ranks.role.rank}")
@@ -576,6 +580,15 @@ class EngineRank:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.graders.close()
+
+    def describe(self) -> dict:
+        """What the watchdog writes of this rank. Another thread asks, at any moment."""
+        server = self.server
+        code = server.process.poll()
+        return {
+            "doing": f"{self.running} request(s) run under version {server.version}",
+            "server": server.last_words("lives" if code is None else f"ended with exit code {code}"),
+        }
 
     def report(self) -> None:
         """Running totals for the learner's log, about once a second."""
@@ -699,12 +712,16 @@ def lend_device(config: Config, ranks: sync.Ranks) -> None:
     state.open()
     plan = state.plan()
     version = -1
+    watchdog = faults.Watchdog(
+        config.faults.stall_after, config.run.dir, ranks.record, lambda: {"doing": f"holding version {version}"}
+    )
     while not (seen := state.read()).stop:
+        watchdog.saw(seen.progress)
         if seen.version > version:
             buffers = sync.bucket_buffers(plan, ranks)
             for i, bucket in enumerate(plan):
                 flat = buffers[i % 2][: sync.bucket_nbytes(bucket)]
-                dist.broadcast(flat, 0, ranks.weights)
+                sync.receive_bucket(flat, seen.version, ranks)
                 if i:
                     tp_barrier(ranks)
                 gather_payloads(serialize(flat, bucket), ranks)

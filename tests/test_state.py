@@ -495,7 +495,7 @@ def send_or_receive(cfg, ranks, bucket_bytes):
             return made
 
         sync.full_tensor, torch.empty = full_tensor, empty
-        sync.send_weights(parameters, plan, ranks)
+        sync.send_weights(parameters, plan, ranks, 0)
         sync.full_tensor, torch.empty = real_full_tensor, real_empty
         if ranks.is_first:
             assert len(gathered) == len(parameters)
