@@ -336,45 +336,51 @@ def test_wandb_gets_no_step_twice_and_misses_none_over_several_restarts(model_di
 
 # ------------------------------------------------------------------------------------------------------------ deadlines
 
-ALONE = """
-import os, sys, time
-import sync
-from configs import schema
+@pytest.fixture
+def joining(tmp_path, monkeypatch):
+    """joining(world, port=None): rank 0 of a job joins, in this process; its groups are not formed."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(sync, "form_groups", lambda config, store, *args: store)
 
-cfg = schema.load(None, ["faults.join_timeout=3", f"run.dir={sys.argv[1]}"])
-if sys.argv[2] == "stuck":
-    sync.form_groups = lambda *args: time.sleep(1000)
-try:
-    sync.join(cfg)
-except TimeoutError as error:
-    sys.exit(f"caught: {error}")
-"""
+    def join(world, port=None):
+        place = {
+            "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or agent.port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        return sync.join(tiny.config("model", tmp_path, "faults.join_timeout=2"))
+
+    return join
 
 
-@pytest.mark.parametrize(
-    "how, world, words",
-    [
-        ("alone", 3, r"caught: no sign of rank\(s\) \[1, 2\] within faults.join_timeout=3 s\n"),
-        ("stuck", 1, "error on rank 0: the process groups were not formed within faults.join_timeout=3 s\n"),
-        ("no store", 2, r"caught: no store at 127.0.0.1:\d+ within faults.join_timeout=3 s\n"),
-    ],
-)
-def test_joining_has_a_deadline(how, world, words, tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent holds it
-    nothing = rollout.hold_port()
-    port = nothing.getsockname()[1] if how == "no store" else store.port
-    place = {
-        "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, tmp_path, how], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=90,
-        env=os.environ | {name: str(value) for name, value in place.items()},
-    )  # fmt: skip
-    nothing.close()
-    assert done.returncode == 1
-    said = [line for line in done.stderr.splitlines(keepends=True) if line.startswith(("caught", "error"))]
-    assert len(said) == 1 and re.fullmatch(words, said[0]), done.stderr
+def test_a_rank_that_does_not_come_is_named(joining):
+    with pytest.raises(TimeoutError, match=r"^no sign of rank\(s\) \[1, 2\] within faults.join_timeout=2 s$"):
+        joining(3)
+
+
+def test_a_store_that_does_not_answer_is_named(joining):
+    with rollout.hold_port() as nobody:
+        port = nobody.getsockname()[1]
+        with pytest.raises(TimeoutError, match=rf"^no store at 127.0.0.1:{port} within faults.join_timeout=2 s$"):
+            joining(2, port)
+
+
+def test_a_restarted_job_sees_nothing_of_the_attempt_before(joining, attempt):
+    """torchrun hosts one store for all attempts."""
+    for n in (0, 1):
+        attempt(n)
+        store = joining(1)
+        assert store.add("seen", 1) == 1
+
+
+def test_what_takes_too_long_ends_the_process_in_one_line():
+    program = "import faults, time\nwith faults.deadline(1, 'error: too long'): time.sleep(1000)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr == "error: too long\n"
+    with faults.deadline(1, "error: not at all"):
+        pass
+    time.sleep(1.5)
 
 
 def publish_to_nobody(cfg, ranks, gone):
