@@ -18,6 +18,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+import faults
 import sync
 from configs.schema import Config
 from server import Draft, EngineError, Peer, Response, Sampling, Server, WrongWeights
@@ -190,7 +191,7 @@ class Engine:
             if self.status in (SERVING, SUSPECT):
                 self.loading = asyncio.create_task(self.load_published(version, arrived))
             for i, flat in enumerate(self.copy):
-                await asyncio.to_thread(sync.receive_bucket, flat, self.ranks)
+                await asyncio.to_thread(sync.receive_bucket, flat, version, self.ranks)
                 arrived.put_nowait(i)
             self.copy_version = version
 
@@ -307,10 +308,13 @@ def command(i: int, ranks: sync.Ranks) -> int:
     return int(told)
 
 
-def lend_device(ranks: sync.Ranks, state: sync.RunState) -> None:
-    """A further tensor-parallel rank of an engine: its GPU serves, and it passes on weights to its part of the server."""
+def lend_device(config: Config, ranks: sync.Ranks, state: sync.RunState) -> None:
+    """A further tensor-parallel rank of an engine: its GPU serves, and it passes on weights to its part of the server. It
+    waits in a collective for what comes next, so it leaves it to the others to find out that the run stands still."""
     state.open()
     plan = state.plan()
+    patience = 2 * config.faults.stall_after
+    faults.Watchdog(patience, config.run.dir, ranks.record, lambda: {"doing": "waiting for the rank of its server"})
     sync.bucket_buffers(plan, ranks)
     while (i := command(-1, ranks)) >= 0:
         share_staged(sync.staging(ranks, plan[i]), plan[i], ranks)

@@ -5,10 +5,11 @@
     alarms.jsonl    one line per collapse alarm (alarms.py)
     rollouts/       every rollout, in the file of the step at which its fate was known
     curves.png      drawn by plot.py
-    wandb/          online when logged in, offline otherwise
+    wandb/          online when logged in, offline otherwise; wandb_steps.json says how far it is
 
 A resumed run goes on in the same files: what a run that died had logged beyond its checkpoint is removed first, so no
-step is there twice and none is missing.
+step is there twice and none is missing. What wandb has got cannot be taken back: there, a step that is done again keeps
+the numbers of its first time.
 """
 
 import json
@@ -75,10 +76,25 @@ class RunLog:
         # difference over a single short step would be noise.
         self.totals = deque([dict.fromkeys(("wall", "busy", "tokens", "prompt_tokens", "cached_tokens"), 0)], maxlen=6)
         self.wandb = start_wandb(config)
+        self.in_wandb = {"step": -1, "eval": -1}  # the last of each kind that wandb has got, from whichever attempt
+        if os.path.exists(os.path.join(self.dir, "wandb_steps.json")):
+            with open(os.path.join(self.dir, "wandb_steps.json")) as f:
+                self.in_wandb = json.load(f)
 
     def append(self, name: str, line: dict) -> None:
         with open(os.path.join(self.dir, name), "a") as f:
             f.write(json.dumps(line) + "\n")
+
+    def to_wandb(self, kind: str, metrics: dict) -> None:
+        """Logs the metrics of a step to wandb, unless it has got those of this `kind` (step | eval) and step before."""
+        if metrics["step"] <= self.in_wandb[kind]:
+            return
+        self.wandb.log(metrics)
+        self.in_wandb[kind] = metrics["step"]
+        path = os.path.join(self.dir, "wandb_steps.json")
+        with open(path + ".partial", "w") as f:
+            json.dump(self.in_wandb, f)
+        os.replace(path + ".partial", path)
 
     def rollouts(self, learned: list[sync.Group], returned: list[sync.Group], step: int) -> None:
         """One JSON object per rollout, in the file of the step at which its fate was known."""
@@ -119,7 +135,7 @@ class RunLog:
         raised = self.watch.see(metrics)
         metrics["alarm"] = len(raised)
         self.append("metrics.jsonl", metrics)
-        self.wandb.log(metrics)
+        self.to_wandb("step", metrics)
         left = clock.time_left(self.config.train.steps - learner.step)
         print(
             f"step {learner.step:4d}/{self.config.train.steps}  v{learner.version:<4d}"
@@ -174,6 +190,7 @@ class RunLog:
         self.evaluated.add(step)
         sources = [s for part in parts for s in part.sources]
         passed = np.array([p for part in parts for p in part.passed])
+        pass_at_1 = {}
         for source in sorted(set(sources)):
             mine = passed[[s == source for s in sources]]
             stderr = float(mine.std(ddof=1) / math.sqrt(len(mine))) if len(mine) > 1 else None
@@ -182,8 +199,9 @@ class RunLog:
                 "stderr": stderr, "k": k, "prompts": len(mine),
             }  # fmt: skip
             self.append("eval.jsonl", line)
-            self.wandb.log({"step": step, f"eval/{source}": line["pass_at_1"]})
+            pass_at_1[f"eval/{source}"] = line["pass_at_1"]
             print(f"eval of step {step}: {source} pass@1 {shown(line)} ({len(mine)} held-out prompts x {k})", flush=True)
+        self.to_wandb("eval", {"step": step} | pass_at_1)
 
     def close(self, finished: bool) -> None:
         picture = plot.curves(self.dir)

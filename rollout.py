@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 import data
 import engine
+import faults
 import sync
 from configs.schema import Config, ConfigError, Stage
 from grading import GraderPool
@@ -197,8 +198,11 @@ class EngineRank:
         self.ready_at = self.looked_at = time.monotonic()
         tasks: set[asyncio.Task] = {asyncio.create_task(self.engine.supervise())}
         eval_done = -1
+        patience, loop = self.config.faults.stall_after, asyncio.get_running_loop()
+        watchdog = faults.Watchdog(patience, self.config.run.dir, self.ranks.record, self.describe, loop)
         try:
             while not (seen := self.state.read()).stop:
+                watchdog.saw(seen.progress)
                 if stop_signals and not seen.stop_asked:
                     self.state.ask_stop(f"{stop_signals[0]} to rank {self.ranks.role.rank}")
                 if seen.version > self.engine.copy_version:
@@ -233,6 +237,11 @@ class EngineRank:
         """Whether this rank has room for another group, an engine of its own to begin it on, and a learner that takes it."""
         serving = self.engine.status == engine.SERVING
         return serving and not seen.stop_asked and not self.requests.locked() and not self.outbox.is_full
+
+    def describe(self) -> dict:
+        """What the watchdog writes of this rank. Another thread asks, at any moment."""
+        hosted = self.engine.describe()
+        return {"doing": f"{self.running} request(s) run, its engine is {hosted['status']}"} | hosted
 
     def report(self) -> None:
         """Running totals for the learner's log, about once a second."""
@@ -348,7 +357,7 @@ class EngineRank:
 def serve(config: Config, ranks: sync.Ranks, prompts: Prompts) -> None:
     """Runs an engine rank to the end of the run; its server never outlives this call."""
     if ranks.role.tp > 0:
-        return engine.lend_device(ranks, sync.RunState(ranks.store, config.staleness.max, config.groups_per_update))
+        return engine.lend_device(config, ranks, sync.RunState(ranks.store, config.staleness.max, config.groups_per_update))
     rank = EngineRank(config, ranks, prompts)
     try:
         asyncio.run(rank.run())

@@ -17,6 +17,7 @@ import os
 import socket
 import time
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Iterator, Optional
@@ -66,6 +67,7 @@ class Ranks:
     store: dist.Store
     record: faults.Recorder
     host: str  # where the other ranks reach this machine
+    sync_timeout: float  # seconds for one broadcast in `weights`
     buffers: list[torch.Tensor] = field(default_factory=list)  # where buckets travel; see bucket_buffers
 
     @property
@@ -83,8 +85,34 @@ def check_world_size(config: Config, world_size: int) -> None:
 
 
 def join(config: Config) -> Ranks:
-    """Joins the process group that torchrun prepared and makes the groups of the layout (a collective call)."""
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    """Joins the process group that torchrun prepared and makes the groups of the layout (a collective call).
+
+    Raises TimeoutError where a rank does not come within faults.join_timeout. Groups that do not form within another
+    faults.join_timeout, because a rank or the network fails under it, end the process.
+    """
+    limit = config.faults.join_timeout
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise TimeoutError(f"no store at {where} within faults.join_timeout={limit:g} s") from error
+    # A learner may wait for a batch for as long as `stall_after` while its peers sit in a collective.
+    patience = timedelta(seconds=config.faults.stall_after + config.faults.start_timeout)
+    store.set_timeout(patience)
+    store = dist.PrefixStore(f"attempt {faults.attempt()}", store)  # torchrun keeps its store when it restarts the ranks
+    store.set(f"here {rank}", "")
+    try:
+        store.wait([f"here {r}" for r in range(world_size)], timedelta(seconds=limit))
+    except dist.DistStoreError as error:
+        missing = [r for r in range(world_size) if not store.check([f"here {r}"])]
+        raise TimeoutError(f"no sign of rank(s) {missing} within faults.join_timeout={limit:g} s") from error
+    too_late = f"error on rank {rank}: the process groups were not formed within faults.join_timeout={limit:g} s"
+    with faults.deadline(limit, too_late):
+        return form_groups(config, store, rank, world_size, patience)
+
+
+def form_groups(config: Config, store: dist.Store, rank: int, world_size: int, patience: timedelta) -> Ranks:
+    """The groups of the layout, each proved by a first collective (a collective call)."""
     local_rank = int(os.environ["LOCAL_RANK"])
     has_gpu = torch.cuda.is_available()
     if has_gpu:
@@ -92,8 +120,6 @@ def join(config: Config) -> Ranks:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    # A learner may wait for a batch for as long as `stall_after` while its peers sit in a collective.
-    patience = timedelta(seconds=config.faults.stall_after + config.faults.start_timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         store=dist.PrefixStore("groups", store),
@@ -102,8 +128,9 @@ def join(config: Config) -> Ranks:
         timeout=patience,
     )
     table = roles(config)
+    sync_timeout = timedelta(seconds=config.faults.sync_timeout)
     learners = dist.new_group([r.rank for r in table if r.kind == "learner"], timeout=patience)
-    weights = dist.new_group([0] + [r.rank for r in table if r.tp == 0], timeout=patience)
+    weights = dist.new_group([0] + [r.rank for r in table if r.tp == 0], timeout=sync_timeout)
     tp = None
     # Every rank takes part in making every group; an engine of one rank needs none.
     for engine in range(config.layout.engines) if config.layout.engine_tp > 1 else ():
@@ -112,8 +139,15 @@ def join(config: Config) -> Ranks:
             tp = group
     over_nccl = has_gpu and not config.layout.share_device
     wire = device if over_nccl else torch.device("cpu")
+    mine = table[rank]
+    for group, where, is_member in ((learners, device, mine.kind == "learner"), (weights, wire, rank == 0 or mine.tp == 0)):
+        if is_member:
+            dist.all_reduce(torch.zeros(1, device=where), group=group)
     store = dist.PrefixStore("run", store)
-    return Ranks(table[rank], device, wire, learners, weights, tp, store, faults.Recorder(config.run.dir, rank), own_address())
+    record = faults.Recorder(config.run.dir, rank)
+    return Ranks(
+        table[rank], device, wire, learners, weights, tp, store, record, own_address(), config.faults.sync_timeout
+    )
 
 
 def own_address() -> str:
@@ -136,6 +170,7 @@ class Snapshot:
     stop_asked: str  # why some rank wants the run to save and stop; empty while none does
     eval_id: int  # the last evaluation asked for; -1 before the first
     stage: int  # of the length curriculum: new groups begin under its limits
+    progress: int  # rises with every gradient step, evaluation and checkpoint; 0 before the first publication
 
 
 class RunState:
@@ -145,7 +180,7 @@ class RunState:
     hands out the tickets that its predecessor had begun and not finished (`redo`), then goes on with fresh ones.
     """
 
-    KEYS = ["version", "started", "returned", "stop", "stop_asked", "eval_id", "stage"]
+    KEYS = ["version", "started", "returned", "stop", "stop_asked", "eval_id", "stage", "progress"]
 
     def __init__(self, store: dist.Store, max_staleness: int, groups_per_update: int):
         self.store = store
@@ -157,7 +192,7 @@ class RunState:
         self.store.set("plan", json.dumps(plan))
         start = {
             "version": -1, "started": f"{counted} 0", "returned": 0, "stop": "", "stop_asked": "", "eval_id": -1,
-            "stage": stage,
+            "stage": stage, "progress": 0,
         }  # fmt: skip
         for key, value in start.items():
             self.store.set(key, str(value))
@@ -173,9 +208,9 @@ class RunState:
         return [[Slot(*slot) for slot in bucket] for bucket in json.loads(self.store.get("plan"))]
 
     def read(self) -> Snapshot:
-        version, started, returned, stop, stop_asked, eval_id, stage = self.store.multi_get(self.KEYS)
+        version, started, returned, stop, stop_asked, *numbers = self.store.multi_get(self.KEYS)
         started = int(started.split()[0])
-        return Snapshot(int(version), started, int(returned), bool(stop), stop_asked.decode(), int(eval_id), int(stage))
+        return Snapshot(int(version), started, int(returned), bool(stop), stop_asked.decode(), *map(int, numbers))
 
     def admits(self, seen: Snapshot, held: int) -> bool:
         """The staleness gate: a group may start only if the batch that it will be learned in is at most
@@ -215,6 +250,10 @@ class RunState:
     def enter_stage(self, stage: int) -> None:
         """Rank 0: groups that begin from now on have the limits of this stage of the length curriculum."""
         self.store.set("stage", str(stage))
+
+    def move(self, progress: int) -> None:
+        """Rank 0: the run is this far; every rank's watchdog sees it."""
+        self.store.set("progress", str(progress))
 
     def ask_eval(self, eval_id: int) -> None:
         self.store.set("eval_id", str(eval_id))
@@ -730,10 +769,12 @@ def bucket_buffers(plan: list[list[Slot]], ranks: Ranks) -> list[torch.Tensor]:
     return ranks.buffers
 
 
-def receive_bucket(flat: torch.Tensor, ranks: Ranks) -> None:
-    """An engine rank: receives the next bucket of a publication into `flat`, in the memory of its machine."""
+def receive_bucket(flat: torch.Tensor, version: int, ranks: Ranks) -> None:
+    """An engine rank: receives the next bucket of a publication into `flat`, in the memory of its machine. Raises
+    TimeoutError as `send_weights`."""
     arrival = ranks.buffers[0][: len(flat)] if ranks.wire.type == "cuda" else flat
-    dist.broadcast(arrival, 0, ranks.weights)
+    with travel(version, ranks):
+        dist.broadcast(arrival, src=0, group=ranks.weights)
     if arrival is not flat:
         flat.copy_(arrival)
 
@@ -744,17 +785,21 @@ def staging(ranks: Ranks, bucket: list[Slot]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def send_weights(parameters: dict[str, torch.nn.Parameter], plan: list[list[Slot]], ranks: Ranks) -> None:
+def send_weights(
+    parameters: dict[str, torch.nn.Parameter], plan: list[list[Slot]], ranks: Ranks, version: int
+) -> None:
     """Broadcasts the policy from rank 0 to the engine ranks; every learner rank takes part in the gathering.
 
-    Two buckets exist at a time: while one travels, the next is gathered, cast and packed.
+    Two buckets exist at a time: while one travels, the next is gathered, cast and packed. Raises TimeoutError where a
+    bucket does not reach every engine rank within faults.sync_timeout.
     """
     flat = bucket_buffers(plan, ranks) if ranks.is_first else []
     tensors = published_tensors(parameters)  # in the order of the plan
     travelling: list[Optional[dist.Work]] = [None, None]
     for i, bucket in enumerate(plan):
         if travelling[i % 2] is not None:
-            travelling[i % 2].wait()
+            with travel(version, ranks):
+                travelling[i % 2].wait()
         for slot in bucket:
             name, full = next(tensors)
             if name != slot.name:
@@ -764,10 +809,25 @@ def send_weights(parameters: dict[str, torch.nn.Parameter], plan: list[list[Slot
                 place.view(getattr(torch, slot.dtype)).copy_(full.reshape(-1))
         if ranks.is_first:
             view = flat[i % 2][: bucket_nbytes(bucket)]
-            travelling[i % 2] = dist.broadcast(view, src=0, group=ranks.weights, async_op=True)
+            with travel(version, ranks):
+                travelling[i % 2] = dist.broadcast(view, src=0, group=ranks.weights, async_op=True)
     for work in travelling:
         if work is not None:
-            work.wait()
+            with travel(version, ranks):
+                work.wait()
+
+
+@contextmanager
+def travel(version: int, ranks: Ranks) -> Iterator[None]:
+    """A broadcast of weights under way: gloo and NCCL say in many words, and of many kinds, that it failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        who = "not every engine rank has taken" if ranks.is_first else "the learner has not delivered"
+        raise TimeoutError(
+            f"{who} version {version} within faults.sync_timeout={ranks.sync_timeout:g} s, or a rank is gone "
+            f"({' '.join(str(error).split()):.200})"
+        ) from error
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import checkpoint
+import faults
 import log
 import objective
 import pretrain
@@ -46,6 +47,7 @@ from configs import schema
 from configs.schema import Config, ConfigError, Stage
 from objective import advantages_of, batch_loss, importance_ratio, is_controlled, next_clip_k, ratio_and_bounds
 from objective import group_advantages, policy_loss  # noqa: F401 (train.policy_loss is where others look for it)
+from rewards import GraderError
 
 # ---------------------------------------------------------------------------------------------------- stages and packing
 
@@ -290,8 +292,9 @@ class Buffer:
             self.waiting[group.ticket] = group
             self.rejected.clear()
 
-    def drop_stale(self, version: int) -> None:
-        """Groups whose oldest token is more than `max_staleness` versions old are not learned from."""
+    def drop_stale(self, version: int) -> list[sync.Group]:
+        """Groups whose oldest token is more than `max_staleness` versions old are not learned from. Returns them."""
+        stale = []
         for ticket, group in list(self.waiting.items()):
             if version - group.oldest_version > self.max_staleness:
                 group.dropped = "stale"
@@ -299,6 +302,8 @@ class Buffer:
                 self.finish(ticket)
                 self.returned.append(group)
                 self.state.give_back()
+                stale.append(group)
+        return stale
 
     def take(self, n: int) -> list[sync.Group]:
         """The n groups that were begun first. They stay waiting until `learned`: a step cut short loses none."""
@@ -432,6 +437,8 @@ class Learner:
         if ranks.is_first:
             self.open_run()
         self.state.open()
+        self.doing = "starting"  # for the watchdog
+        self.moves = 0
 
     def open_run(self) -> None:
         saved = self.progress
@@ -481,13 +488,12 @@ class Learner:
             self.receive(timeout=0.1)
 
     def wait_for(self, ready, what: str) -> bool:
-        """Receives until `ready()`; False where the run is asked to stop first, or has nothing left to learn from."""
-        deadline = time.monotonic() + self.config.faults.stall_after
+        """Receives until `ready()`; False where the run is asked to stop first, or has nothing left to learn from. How long
+        that may take is for the watchdog to say."""
+        self.doing = f"waiting for {what}"
         while not ready():
             if server.stop_signals or self.state.read().stop_asked or self.hopeless:
                 return False
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no {what} within faults.stall_after={self.config.faults.stall_after:g} s")
             self.receive(timeout=0.2)
         return True
 
@@ -499,12 +505,13 @@ class Learner:
 
             def full():
                 self.receive(timeout=0)
-                self.buffer.drop_stale(self.version)
+                for group in self.buffer.drop_stale(self.version):
+                    self.ranks.record("drop", ticket=group.ticket, why=group.dropped)
                 if len(self.buffer.rejected) >= self.config.rollout.max_rejected:
                     self.hopeless = nothing_to_learn(self.buffer.rejected)
                 return len(self.buffer.waiting) >= need
 
-            if self.wait_for(full, "full batch"):
+            if self.wait_for(full, "a full batch"):
                 self.groups = self.buffer.take(need)
                 train = self.config.train
                 capacity = train.max_tokens_per_microbatch
@@ -512,19 +519,45 @@ class Learner:
                     self.groups, self.config.layout.trainers, capacity, self.version, train.objective
                 )
         mine = [None]
+        self.doing = "waiting for its part of a batch"
         dist.scatter_object_list(mine, batches if self.ranks.is_first else None, src=0, group=self.ranks.learners)
         return mine[0]
 
+    # -- the watchdog
+
+    def moved(self) -> None:
+        """A gradient step, an evaluation or a checkpoint is done."""
+        self.moves += 1
+        self.watchdog.saw(self.moves)
+        if self.ranks.is_first:
+            self.state.move(self.moves)
+
+    def describe(self) -> dict:
+        """What the watchdog writes of this rank. Another thread asks, at any moment."""
+        state = {"doing": self.doing, "step": self.step, "version": self.version}
+        if self.ranks.is_first:
+            now = time.monotonic()
+            heard = ", ".join(f"{i}: {now - came:.0f} s ago" for i, (_, came) in list(self.engines.items()))
+            state |= {
+                "groups waiting": f"{len(self.buffer.waiting)}, a batch takes {self.config.train.groups_per_step}",
+                "evaluation asked for": self.eval_asked if self.eval_asked >= 0 else "none",
+                "engines heard of": heard or "none",
+            }
+        return state
+
     # -- the run
 
-    def learn(self) -> None:
-        """The story of a run."""
+    def learn(self) -> bool:
+        """The story of a run. On rank 0 the answer: whether it is finished, its last evaluation included."""
         config, train = self.config, self.config.train
+        # The other learner ranks do not see an evaluation of rank 0 end, so they leave it to rank 0 to give up first.
+        patience = config.faults.stall_after * (1 if self.ranks.is_first else 2)
+        self.watchdog = faults.Watchdog(patience, config.run.dir, self.ranks.record, self.describe)
         clock = log.Clock()
         if not self.engines_up():
             if self.ranks.is_first:
                 self.state.stop()  # an engine that is up already waits for this word
-            return
+            return False
         self.publish()
         if self.step == 0 or config.eval.every and self.step % config.eval.every == 0:
             self.ask_eval()
@@ -532,10 +565,12 @@ class Learner:
             clock.start()
             batch = self.next_batch()
             clock.lap("wait")
+            self.doing = f"in gradient step {self.step + 1}"
             metrics = batch and gradient_step(self.policy, self.optimizer, batch, self.k, config, self.stopping)
             if metrics is None:
                 break
             self.step += 1
+            self.moved()
             if is_controlled(train.objective):
                 self.k = next_clip_k(
                     self.k, metrics["train/entropy"], target=train.target_entropy, delta=train.delta, k_max=train.k_max
@@ -552,6 +587,8 @@ class Learner:
             if self.ranks.is_first:
                 metrics |= self.move_stage()
                 raised = self.log.step(self, metrics, clock)
+                for line in raised:
+                    self.ranks.record("alarm", step=self.step, line=line)
                 if raised and config.alarms.action == "stop":
                     self.collapse = raised[0]
                     self.state.ask_stop(self.collapse)
@@ -560,7 +597,7 @@ class Learner:
                     self.ask_eval()
                 if self.step % config.run.checkpoint_every == 0:
                     self.save()
-        self.close()
+        return self.close()
 
     def engines_up(self) -> bool:
         """Waits until every engine serves; False where the run is asked to stop first. An engine that cannot start ends
@@ -575,9 +612,15 @@ class Learner:
 
     def publish(self) -> None:
         """Sends the weights to every engine under the current version number (a collective call)."""
+        self.doing = f"publishing version {self.version}"
+        began = time.monotonic()
         if self.ranks.is_first:
             self.state.announce(self.version)
-        sync.send_weights(self.parameters, self.plan, self.ranks)
+        sync.send_weights(self.parameters, self.plan, self.ranks, self.version)
+        if self.ranks.is_first:
+            self.ranks.record("publication", version=self.version, seconds=round(time.monotonic() - began, 3))
+        if not self.moves:
+            self.moved()  # the clocks of all watchdogs start
 
     def move_stage(self) -> dict:
         """Begins the next stage of the length curriculum when it is time. The metrics of the one the step was in."""
@@ -603,22 +646,27 @@ class Learner:
     def ask_eval(self) -> None:
         """Starts an evaluation of the published weights; its result is logged under the current step."""
         if self.ranks.is_first and self.step not in self.log.evaluated and self.eval_asked < 0:
-            self.eval_asked = self.step
+            self.eval_asked, self.eval_asked_at = self.step, time.monotonic()
             self.state.ask_eval(self.step)
 
     def finish_eval(self) -> None:
         """Waits for the evaluation under way, if there is one, or for the run to be asked to stop."""
         if self.ranks.is_first and self.eval_asked >= 0:
             parts = self.evals.setdefault(self.eval_asked, [])
-            if self.wait_for(lambda: len(parts) == self.config.layout.engines, "evaluation"):
+            if self.wait_for(lambda: len(parts) == self.config.layout.engines, "an evaluation"):
                 self.log.evaluation(self.eval_asked, parts, self.config.eval.k)
+                seconds = round(time.monotonic() - self.eval_asked_at, 3)
+                self.ranks.record("evaluation", step=self.eval_asked, seconds=seconds)
                 self.eval_asked = -1
+                self.moved()
 
     def save(self) -> None:
         """Writes a checkpoint of the current step, unless it has one (a collective call)."""
         if self.step == self.saved_step:
             return
         self.saved_step = self.step
+        self.doing = f"saving step {self.step}"
+        began = time.monotonic()
         self.progress = checkpoint.Progress(self.step, self.k)
         if self.ranks.is_first:
             self.receive(timeout=0)
@@ -629,13 +677,17 @@ class Learner:
             self.progress.waiting = list(self.buffer.waiting.values())
             self.progress.next_ticket = self.state.frontier(self.state.read().started)
         checkpoint.save(self.config, self.policy, self.optimizer, self.progress, self.prompts.tokenizer, self.ranks)
+        if self.ranks.is_first:
+            self.ranks.record("checkpoint", step=self.step, seconds=round(time.monotonic() - began, 3))
+        self.moved()
 
-    def close(self) -> None:
-        """After the last step: the last evaluation. In any case: a checkpoint, and every rank is released."""
+    def close(self) -> bool:
+        """After the last step: the last evaluation. In any case: a checkpoint, and every rank is released. The answer is
+        that of `learn`."""
         finished = self.step >= self.config.train.steps
         if finished:
             self.finish_eval()
-            if self.step % self.config.train.steps_per_update:
+            if self.step % self.config.train.steps_per_update and not self.stopping():
                 self.version += 1
                 self.publish()
             self.ask_eval()
@@ -645,11 +697,13 @@ class Learner:
         self.save()
         if self.ranks.is_first:
             self.state.stop()
+            self.doing = "closing its log"
             self.log.close(finished)
             if self.hopeless:
                 raise NothingToLearn(self.hopeless)
             if self.collapse:
                 raise Collapse(f"stopped (alarms.action=stop) by the {self.collapse}")
+        return finished and self.ranks.is_first and self.eval_asked < 0
 
 
 def nothing_to_learn(rejected: list[float]) -> str:
@@ -731,7 +785,7 @@ def check_run_dir(config: Config) -> None:
     path = os.path.join(config.run.dir, "config.yaml")
     if not os.path.exists(path):
         return
-    if config.run.resume == "never":
+    if config.run.resume == "never" and not faults.began(config.run.dir):
         raise ConfigError(f"run.dir: {config.run.dir} holds a run already and run.resume=never refuses to overwrite it")
     here, there = schema.flatten(config), schema.flatten(schema.load(path, []))
     for key in here | there:
@@ -757,22 +811,32 @@ def disk_is_full(error: BaseException, folder: str) -> bool:
     return named or shutil.disk_usage(folder).free < 1 << 20
 
 
-def on_signal(number, frame) -> None:
-    """Asks the loops to save and stop; if they have not after faults.stop_timeout, the process ends all the same."""
-    server.stop_signals.append(signal.Signals(number).name)
-
-
 def arm_signals(config: Config) -> None:
-    def last_resort():
-        while not server.stop_signals:
-            time.sleep(0.2)
+    """SIGTERM and SIGINT ask the loops to save and stop; if they have not after faults.stop_timeout, the process ends all
+    the same.
+
+    A thread hears of them through a pipe. A handler in Python would have to wait for the main thread, which may be in C: in
+    a broadcast with a rank that is dead.
+    """
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: None)  # without a handler nothing would come through the pipe
+
+    def listen():
+        while (number := os.read(ours, 1)[0]) not in (signal.SIGTERM, signal.SIGINT):
+            continue
+        server.stop_signals.append(signal.Signals(number).name)
         time.sleep(config.faults.stop_timeout)
         print(f"not stopped {config.faults.stop_timeout:g} s after {server.stop_signals[0]}: giving up", file=sys.stderr)
         os._exit(1)  # the kernel then kills the engine server, whose parent this is
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    threading.Thread(target=last_resort, daemon=True).start()
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+
+
+# Ends that another attempt of the job would not mend.
+FINAL = (ConfigError, GraderError, server.EngineError, NothingToLearn, Collapse)
 
 
 def main(argv: list[str]) -> int:
@@ -783,6 +847,10 @@ def main(argv: list[str]) -> int:
         config = schema.load(path, argv)
         if launched:
             sync.check_world_size(config, int(os.environ["WORLD_SIZE"]))
+        if end := faults.final_end(config.run.dir):
+            if rank == 0:
+                print(f"not tried again: {end['why']}", file=sys.stderr, flush=True)
+            return end["code"]
         prompts = prepare(config)
     except ConfigError as error:
         if rank == 0:
@@ -797,13 +865,17 @@ def main(argv: list[str]) -> int:
     if not launched:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set and announce it; layout.threads decides
         torchrun = os.path.join(os.path.dirname(sys.executable), "torchrun")
-        command = [torchrun, "--standalone", f"--nproc-per-node={config.world_size}", os.path.abspath(__file__)]
+        command = [torchrun, "--standalone", f"--nproc-per-node={config.world_size}"]
+        command += [f"--max-restarts={config.faults.max_restarts}", os.path.abspath(__file__)]
         os.execv(torchrun, command + ([path] if path else []) + argv)
+    os.makedirs(os.path.join(config.run.dir, "logs"), exist_ok=True)
+    record = faults.Recorder(config.run.dir, rank)
     if rank == 0:
-        os.makedirs(os.path.join(config.run.dir, "logs"), exist_ok=True)
         write_config(config)
         print_ranks(config)
-        if (step := checkpoint.latest(config.run.dir)) >= 0:
+        step = checkpoint.latest(config.run.dir)
+        record.start(max(0, step))
+        if step >= 0:
             print(f"resuming {config.run.dir} after step {step} of {config.train.steps}")
         if prompts.skipped:
             print(f"{prompts.skipped} prompts of more than {prompts.room} tokens are skipped: with rollout.max_tokens they "
@@ -815,11 +887,16 @@ def main(argv: list[str]) -> int:
         ranks = sync.join(config)
         if ranks.role.kind == "engine":
             rollout.serve(config, ranks, prompts)
-        else:
-            Learner(config, ranks, prompts).learn()
-    except (server.EngineError, NothingToLearn, Collapse, TimeoutError) as error:
+        elif Learner(config, ranks, prompts).learn():
+            record.end(0, "the run is finished", final=True)
+        elif rank == 0:
+            record.end(0, f"stopped and saved: {server.stop_signals or 'asked by another rank'}", final=False)
+    except (*FINAL, TimeoutError) as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        return 1
+        code = 2 if isinstance(error, ConfigError) else 1
+        # After a signal it is likely to be another rank's fault that this one could not go on.
+        record.end(code, str(error), final=isinstance(error, FINAL) and not server.stop_signals)
+        return code
     except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:
         if not disk_is_full(error, config.run.dir):
             raise

@@ -77,7 +77,7 @@ def learner(config: schema.Config, port: int, repeats: int, pipe) -> None:
     for _ in range(repeats):
         dist.barrier(ranks.weights)
         before = reset_peak()
-        sync.send_weights(parameters, plan, ranks)
+        sync.send_weights(parameters, plan, ranks, 0)
         peaks.append(memory("VmHWM") - before)
         flat = torch.ones(sum(sync.bucket_nbytes(bucket) for bucket in plan), dtype=torch.uint8)
         dist.barrier(ranks.weights)

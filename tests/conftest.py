@@ -70,7 +70,7 @@ def learner_peer(config, port: int, plan, pipe) -> None:
                 local = parameter.to_local()
                 local += noise * torch.randn(local.shape, generator=generator)
         parameters = sync.published_parameters(policy.lm)
-        sync.send_weights(parameters, plan, ranks)
+        sync.send_weights(parameters, plan, ranks, 0)
         torch.save({name: sync.full_tensor(p).detach().clone() for name, p in parameters.items()}, path)
         pipe.send("published")
 

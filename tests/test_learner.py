@@ -338,6 +338,15 @@ def test_run_from_start_to_end(trainers, engines, staleness, steps, per_update, 
         assert json.load(f)["step"] == steps
     AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / f"step_{steps}" / "hf")
 
+    events = lines(tmp_path, "events.jsonl")
+    published = [e["version"] for e in events if e["event"] == "publication"]
+    assert published == list(range(-(-steps // per_update) + 1))
+    assert [e["step"] for e in events if e["event"] == "evaluation"] == evaluated
+    assert [e["step"] for e in events if e["event"] == "checkpoint"] == [steps]
+    assert all(e["rank"] == 0 and e["seconds"] >= 0 for e in events if e["event"] != "drop")
+    stale = {r["ticket"] for r in stored if r["dropped"] == "stale"}
+    assert stale == {e["ticket"] for e in events if e["event"] == "drop" and e["why"] == "stale"}
+
 
 def test_stopped_and_resumed_run_learns_every_prompt_once(model_dir, tmp_path):
     overrides = RUN + ["train.steps=8", "run.checkpoint_every=3", "eval.every=4"]

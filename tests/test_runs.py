@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import checkpoint
 import rollout
+import sync
 from configs import schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -291,6 +292,39 @@ def test_two_engines_on_policy_then_an_engine_rank_is_killed(start):
     assert metrics[5]["rollout/pass_rate"] > metrics[0]["rollout/pass_rate"]
     (evaluation,) = job.lines("eval.jsonl")
     assert evaluation["prompts"] == 8  # both engines' shares
+
+
+@pytest.mark.engine
+def test_a_job_goes_on_by_itself_when_a_rank_is_killed(start):
+    """torchrun starts the ranks again; no prompt is lost or learned from twice."""
+    torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    job = start("restarted", "train.steps=16", "run.checkpoint_every=4", "run.resume=never", command=torchrun)
+    job.wait_for_step(6)
+    os.kill(job.rank(1), signal.SIGKILL)
+    assert job.finish() == 0, job.words()
+    events = job.lines("events.jsonl")
+    (first, second) = (e for e in events if e["event"] == "start")
+    assert (first["attempt"], first["step"], second["attempt"]) == (0, 0, 1) and 4 <= second["step"] < 16
+    assert events[-1]["event"] == "end" and events[-1]["final"] and events[-1]["code"] == 0
+    assert [line["step"] for line in job.lines("metrics.jsonl")] == list(range(1, 17))
+    assert [line["step"] for line in job.lines("eval.jsonl")] == [0, 16]
+    account_balances(job, step=16)
+
+
+def account_balances(job, step):
+    """Every ticket that was handed out is learned from, or returned, in one piece, or waits in the checkpoint, or is to
+    be done again: once."""
+    folder = job.dir / "checkpoints" / f"step_{step}"
+    progress = json.loads((folder / "progress.json").read_text())
+    waiting = [group.ticket for group in sync.decode_groups((folder / "groups.msgpack").read_bytes())]
+    rollouts = rollouts_of(job)
+    settled = {r["ticket"] for r in rollouts}
+    assert set(Counter(r["ticket"] for r in rollouts).values()) == {8}, "a group was done twice, or in parts"
+    assert Counter(r["learned_at"] for r in rollouts if not r["dropped"]) == {n: 64 for n in range(1, step + 1)}
+    assert settled == set(range(progress["low"])) | set(progress["done"])
+    saved = checkpoint.Progress(low=progress["low"], done=progress["done"], next_ticket=progress["next_ticket"])
+    redo = [ticket for ticket in saved.redo if ticket not in waiting]
+    assert sorted([*settled, *waiting, *redo]) == list(range(progress["next_ticket"]))
 
 
 @pytest.mark.engine

@@ -46,7 +46,8 @@ class Life:
 
         learner = self.learner = train.Learner.__new__(train.Learner)
         learner.config, learner.progress, learner.step, learner.k = cfg, progress, progress.step, progress.clip_k
-        learner.ranks = types.SimpleNamespace(is_first=True, store=dist.HashStore())
+        learner.ranks = types.SimpleNamespace(is_first=True, store=dist.HashStore(), record=lambda event, **facts: None)
+        learner.watchdog, learner.moves = types.SimpleNamespace(saw=lambda progress: None), 0
         learner.prompts = types.SimpleNamespace(vocab_size=100, routing=None, tokenizer=None)
         learner.policy = learner.optimizer = None
         learner.plan, learner.saved_step = [], progress.step if progress.next_ticket else -1
@@ -495,7 +496,7 @@ def send_or_receive(cfg, ranks, bucket_bytes):
             return made
 
         sync.full_tensor, torch.empty = full_tensor, empty
-        sync.send_weights(parameters, plan, ranks)
+        sync.send_weights(parameters, plan, ranks, 0)
         sync.full_tensor, torch.empty = real_full_tensor, real_empty
         if ranks.is_first:
             assert len(gathered) == len(parameters)

@@ -62,7 +62,7 @@ class Job:
 
         monkeypatch.setattr(server.Server, "command", command)
         monkeypatch.setattr(engines, "serialize", serialize)
-        monkeypatch.setattr(sync, "receive_bucket", lambda flat, ranks: flat.copy_(self.wire.pop(0)))
+        monkeypatch.setattr(sync, "receive_bucket", lambda flat, version, ranks: flat.copy_(self.wire.pop(0)))
         monkeypatch.setattr(sync, "engine_checksums", checksums)
         self.wire: list[torch.Tensor] = []
         self.engines, self.asks = [], []
