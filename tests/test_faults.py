@@ -17,6 +17,7 @@ from test_log import Recorder, part, read, step
 import faults
 import log
 import rollout
+import server
 import sync
 import train
 from rewards import GraderError
@@ -232,7 +233,7 @@ def run_main(model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(train, "arm_signals", lambda config: None)
-    monkeypatch.setattr(rollout, "parent_death_signal", lambda number: None)
+    monkeypatch.setattr(server, "parent_death_signal", lambda number: None)
     monkeypatch.setattr(sync, "join", lambda config: types.SimpleNamespace(role=sync.Role(0, "learner")))
 
     def run(what, *overrides):
@@ -258,7 +259,7 @@ def run_main(model_dir, tmp_path, monkeypatch):
         (train.Collapse("entropy"), 1),
         (train.ConfigError("data.train[0].path: row 7"), 2),
         (GraderError("grader math: cannot import sympy"), 1),
-        (rollout.EngineError("engine 0 ended with exit code 2"), 1),
+        (server.EngineError("engine 0 ended with exit code 2"), 1),
         (True, 0),
     ],
 )
@@ -282,9 +283,9 @@ def test_any_other_end_is_tried_again(what, run_main, attempt):
 
 
 def test_an_engine_that_was_told_to_stop_while_it_started_ends_no_job(run_main, attempt, monkeypatch):
-    monkeypatch.setattr(rollout, "stop_signals", ["SIGTERM"])
+    monkeypatch.setattr(server, "stop_signals", ["SIGTERM"])
     attempt(0)
-    assert run_main(rollout.EngineError("engine 0: SIGTERM came while it started")) == 1
+    assert run_main(server.EngineError("engine 0: SIGTERM came while it started")) == 1
     attempt(1)
     assert run_main(True) == 0
 
@@ -360,7 +361,7 @@ def test_a_rank_that_does_not_come_is_named(joining):
 
 
 def test_a_store_that_does_not_answer_is_named(joining):
-    with rollout.hold_port() as nobody:
+    with server.hold_port() as nobody:
         port = nobody.getsockname()[1]
         with pytest.raises(TimeoutError, match=rf"^no store at 127.0.0.1:{port} within faults.join_timeout=2 s$"):
             joining(2, port)
@@ -403,13 +404,13 @@ def test_a_broadcast_has_a_deadline(gone, model_dir, tmp_path):
 
 SIGNALLED = """
 import sys, threading, time, types
-import rollout, train
+import server, train
 
 train.arm_signals(types.SimpleNamespace(faults=types.SimpleNamespace(stop_timeout=float(sys.argv[1]))))
 def tell():
-    while not rollout.stop_signals:
+    while not server.stop_signals:
         time.sleep(0.05)
-    print("heard", *rollout.stop_signals, flush=True)
+    print("heard", *server.stop_signals, flush=True)
 threading.Thread(target=tell, daemon=True).start()
 print("ready", flush=True)
 import torch.distributed as dist
