@@ -5,7 +5,7 @@ CONFIG ?= configs/tiny_cpu.yaml
 ARGS ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: env train test reset smollm2 bench-attention clean ready
+.PHONY: env train test reset smollm2 bench-attention bench-soak bench-starts chaos clean ready
 
 env:  # the last line of output is the path of the environment's python
 	@.ci/env.sh
@@ -28,6 +28,9 @@ reset: ready
 
 smollm2: ready  # fetches SmolLM2-135M and converts it
 	@.venv/bin/python smollm2.py $(ARGS)
+
+chaos: ready  # benchmarks/chaos.py; make chaos ARGS=--quick
+	@.venv/bin/python benchmarks/chaos.py $(ARGS)
 
 bench-%: ready  # make bench-attention runs benchmarks/attention.py
 	@.venv/bin/python benchmarks/$*.py $(ARGS)
