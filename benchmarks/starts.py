@@ -2,7 +2,7 @@
 
     python benchmarks/starts.py [--engines 4] [--repeats 20] [--model models/tiny]
 
-Each engine is an engine.Server, as a rank of a run starts it. A start counts once the server has answered
+Each engine is a server.Server, as a rank of a run starts it. A start counts once the server has answered
 /health_generate and has generated a token; all of them must, on ports that differ. Exit code 1 where one did not.
 """
 
@@ -18,7 +18,7 @@ sys.path[0] = ROOT  # not this file's directory
 
 import pretrain
 from configs import schema
-from engine import Draft, EngineError, Sampling, Server
+from server import Draft, EngineError, Sampling, Server
 
 
 async def start(server: Server) -> tuple[str, float]:
