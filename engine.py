@@ -21,7 +21,7 @@ import torch.distributed as dist
 import faults
 import sync
 from configs.schema import Config
-from server import Draft, EngineError, Peer, Response, Sampling, Server, WrongWeights
+from server import Draft, EngineError, Peer, Response, Sampling, Server, WrongWeights, stop_signals
 
 LOOK = 0.2  # seconds between looks at a server
 PROBES = 3  # wrong answers to a probe, in a row, until a server is started again
@@ -87,6 +87,8 @@ class Engine:
         WrongWeights."""
         while True:
             why = await self.trouble()
+            if stop_signals:
+                return  # the run ends
             self.tell(DOWN, why)
             self.ranks.record("engine_down", engine=self.index, why=why)
             print(f"engine {self.index} is started again: {first_line(why)}", file=sys.stderr, flush=True)

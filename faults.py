@@ -95,6 +95,17 @@ def final_end(run_dir: str) -> Optional[dict]:
     return end
 
 
+def has_moved(run_dir: str) -> bool:
+    """Whether this attempt has published the weights of a gradient step, or saved one."""
+    mine = []
+    for event in events(run_dir):
+        if event["event"] == "start":
+            mine = []
+        mine.append(event)
+    saved = any(e["event"] == "checkpoint" and e["step"] > mine[0].get("step", 0) for e in mine)
+    return saved or sum(e["event"] == "publication" for e in mine) > 1
+
+
 # ------------------------------------------------------------------------------------------------------------- deadlines
 
 

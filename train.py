@@ -897,8 +897,12 @@ def main(argv: list[str]) -> int:
         # After a signal it is likely to be another rank's fault that this one could not go on.
         record.end(code, str(error), final=isinstance(error, FINAL) and not server.stop_signals)
         return code
-    except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:
-        if not disk_is_full(error, config.run.dir):
+    except Exception as error:
+        from_a_write = isinstance(error, (OSError, RuntimeError, CheckpointException, SafetensorError))
+        if not (from_a_write and disk_is_full(error, config.run.dir)):
+            # What strikes before the first step, such as a slip in an edited script, would strike again.
+            final = not faults.has_moved(config.run.dir) and not server.stop_signals
+            record.end(1, f"{type(error).__name__}: {error}", final)
             raise
         step = checkpoint.latest(config.run.dir)
         left = f"the last checkpoint is {config.run.dir}/checkpoints/step_{step}" if step >= 0 else "no checkpoint yet"

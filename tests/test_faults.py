@@ -242,6 +242,8 @@ def run_main(model_dir, tmp_path, monkeypatch):
                 pass
 
             def learn(self):
+                if callable(what):
+                    what(self)
                 if isinstance(what, Exception):
                     raise what
                 return what
@@ -280,6 +282,26 @@ def test_any_other_end_is_tried_again(what, run_main, attempt):
     assert run_main(what) == (0 if what is False else 1)
     attempt(1)
     assert run_main(True) == 0
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_slip_in_the_code_is_tried_again_only_where_the_run_had_moved(moved, run_main, attempt, tmp_path, capsys):
+    class Slip(Exception):
+        pass
+
+    def learn(self):
+        record = faults.Recorder(tmp_path, 0)
+        for version in range(1 + moved):
+            record("publication", version=version)
+        raise Slip("in an edited script")
+
+    attempt(0)
+    with pytest.raises(Slip):
+        run_main(learn)
+    attempt(1)
+    capsys.readouterr()
+    assert run_main(True) == (0 if moved else 1)
+    assert moved or capsys.readouterr().err == "not tried again: Slip: in an edited script\n"
 
 
 def test_an_engine_that_was_told_to_stop_while_it_started_ends_no_job(run_main, attempt, monkeypatch):

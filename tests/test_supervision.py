@@ -7,6 +7,7 @@ the one that a single server would have given.
 
 import asyncio
 import base64
+import hashlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ import engine as engines
 import faults
 import server
 import sync
+import train
 from server import EngineError, Sampling
 
 PROMPT = [40, 41, 42]
@@ -127,8 +129,6 @@ class Job:
 
 
 def checksums(published):
-    import hashlib
-
     return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest()[:16] for name, t in published.items()}
 
 
@@ -419,3 +419,58 @@ def test_versions_of_a_response_that_a_death_cut_are_those_of_its_tokens_or_olde
         assert (np.diff(r.versions) >= 0).all() and set(r.versions) == {0, 1}
 
     job.run(story)
+
+
+# ------------------------------------------------------------------------------------------------- tensor-parallel ranks
+
+
+def publish_to_two_ranks(cfg, ranks):
+    """Runs in a rank. Learner: the digest of every bucket that it sent. The rank of the server: what it handed over."""
+    engines.serialize = lambda staged, bucket: hashlib.sha256(staged.numpy().tobytes()).hexdigest()
+    state = sync.RunState(ranks.store, 0, 1)
+    if ranks.role.kind == "learner":
+        policy = train.load_policy(cfg, ranks)
+        parameters = sync.published_parameters(policy.lm)
+        plan = sync.plan_buckets(sync.published_shapes(policy.lm), "float32", 64 << 10)
+        slots = [[tuple(vars(slot).values()) for slot in bucket] for bucket in plan]
+        state.create(counted=0, next_ticket=0, redo=[], plan=slots)
+        sent = []
+        for version in range(2):
+            with torch.no_grad():
+                for p in policy.parameters():
+                    p.mul_(1.5)
+            sync.send_weights(parameters, plan, ranks, version)
+            tensors = dict(sync.published_tensors(parameters))
+            for bucket in plan:
+                content = b"".join(tensors[slot.name].detach().contiguous().numpy().tobytes() for slot in bucket)
+                sent.append(hashlib.sha256(content).hexdigest())
+        return sent
+    if ranks.role.tp > 0:
+        return engines.lend_device(cfg, ranks, state)
+    state.open()
+    handed = []
+
+    async def host():
+        hosted = engines.Engine(cfg, ranks, state, cfg.model.path, [1])
+        hosted.status = engines.SERVING
+
+        async def post(path, body):
+            handed.append((path, body.get("serialized_named_tensors")))
+
+        hosted.server.post = post
+        for version in range(2):
+            await hosted.receive(version, state.plan())
+            await hosted.loading
+        await hosted.release_lenders()
+
+    asyncio.run(host())
+    return handed
+
+
+def test_every_rank_of_an_engine_hands_its_server_what_the_learner_sent(model_dir, tmp_path):
+    cfg = tiny.config(model_dir, tmp_path, "layout.engine_tp=2")
+    sent, handed, _ = tiny.run_ranks(cfg, publish_to_two_ranks)
+    buckets = [payloads for path, payloads in handed if path == "/update_weights_from_tensor"]
+    assert len(sent) > 4 and buckets == [[digest, digest] for digest in sent]
+    per_version = [*STEPS[:2], *[STEPS[2]] * (len(sent) // 2), *STEPS[3:]]
+    assert [path for path, _ in handed] == per_version * 2
