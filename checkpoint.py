@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import PreTrainedTokenizerBase
 
 import sync
+import trajectory
 from configs.schema import Config
 
 SHARD_BYTES = 4 << 30  # of the hf/ export
@@ -46,7 +47,7 @@ class Progress:
     low: int = 0  # every ticket below it is learned from or returned
     done: list[int] = field(default_factory=list)  # so are these, at or above it
     next_ticket: int = 0  # the first that no rank has begun
-    waiting: list[sync.Group] = field(default_factory=list)  # finished, not learned from
+    waiting: list[trajectory.Group] = field(default_factory=list)  # finished, not learned from
 
     @property
     def redo(self) -> list[int]:
@@ -108,7 +109,7 @@ def save(
     if ranks.is_first:
         account = {name: value for name, value in vars(progress).items() if name != "waiting"}
         write(os.path.join(partial, "progress.json"), json.dumps(account).encode())
-        write(os.path.join(partial, "groups.msgpack"), sync.encode(progress.waiting))
+        write(os.path.join(partial, "groups.msgpack"), trajectory.encode(progress.waiting))
     dist.barrier(ranks.learners)
     if ranks.is_first:
         os.sync()
@@ -143,7 +144,7 @@ def load(run_dir: str, policy: torch.nn.Module, optimizer: torch.optim.Optimizer
     with open(os.path.join(folder, "progress.json")) as f:
         account = json.load(f)
     with open(os.path.join(folder, "groups.msgpack"), "rb") as f:
-        waiting = sync.decode_groups(f.read())
+        waiting = trajectory.decode_groups(f.read())
     return Progress(**account, waiting=waiting)
 
 

@@ -42,8 +42,9 @@ import data
 import plot
 import pretrain
 import rollout
-import sync
 import train
+import trajectory
+from batch import make_row, pack
 from configs import schema
 from configs.schema import Config, ConfigError
 from server import threads
@@ -253,9 +254,9 @@ def render_again(r: Stored, tokenizer: PreTrainedTokenizerBase, template: str, k
     return msgspec.structs.replace(r, tokens=prompt + response, mask=mask, versions=[0] * len(mask))
 
 
-def as_rollout(r: Stored) -> sync.Rollout:
-    """As train.make_row takes it; no behaviour logprob is needed."""
-    return sync.Rollout(
+def as_rollout(r: Stored) -> trajectory.Rollout:
+    """As make_row takes it; no behaviour logprob is needed."""
+    return trajectory.Rollout(
         np.array(r.tokens, np.int32), np.array(r.mask, np.uint8), np.zeros(len(r.tokens), np.float32),
         np.array(r.versions, np.int32), r.text, r.finish, r.task,
     )  # fmt: skip
@@ -302,7 +303,7 @@ def residual_dropout(lm: nn.Module, p: float) -> Iterator[None]:
 
 
 def mean_loss(
-    policy: train.Policy, traces: list[sync.Rollout], capacity: int, dtype: torch.dtype, learn: bool
+    policy: train.Policy, traces: list[trajectory.Rollout], capacity: int, dtype: torch.dtype, learn: bool
 ) -> float:
     """Nats per sampled token of all `traces` together, however they are cut into rows of `capacity` tokens; NaN for no
     traces. With `learn` in training mode and accumulating the gradient, else in evaluation mode."""
@@ -310,8 +311,8 @@ def mean_loss(
     normalizer = sum(int(trace.mask.sum()) for trace in traces)
     policy.train(learn)
     total = 0.0 if traces else math.nan
-    for packed in train.pack([len(trace.tokens) for trace in traces], capacity):
-        row = train.make_row([traces[i] for i in packed], [0.0] * len(packed)).to(device)
+    for packed in pack([len(trace.tokens) for trace in traces], capacity):
+        row = make_row([traces[i] for i in packed], [0.0] * len(packed)).to(device)
         with torch.set_grad_enabled(learn), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = -policy(row).sum() / normalizer
         if learn:

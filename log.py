@@ -28,7 +28,7 @@ import alarms
 import checkpoint
 import plot
 import rollout
-import sync
+import trajectory
 from configs import schema
 from configs.schema import Config
 
@@ -96,7 +96,7 @@ class RunLog:
             json.dump(self.in_wandb, f)
         os.replace(path + ".partial", path)
 
-    def rollouts(self, learned: list[sync.Group], returned: list[sync.Group], step: int) -> None:
+    def rollouts(self, learned: list[trajectory.Group], returned: list[trajectory.Group], step: int) -> None:
         """One JSON object per rollout, in the file of the step at which its fate was known."""
         with open(os.path.join(self.dir, "rollouts", f"step_{step:06d}.jsonl"), "a") as f:
             for group in learned + returned:
@@ -167,7 +167,7 @@ class RunLog:
         print(line, file=sys.stderr, flush=True)
         return line
 
-    def engine_metrics(self, engines: dict[int, tuple[sync.EngineStats, float]]) -> dict:
+    def engine_metrics(self, engines: dict[int, tuple[trajectory.EngineStats, float]]) -> dict:
         """Rates over the last steps, from the engines' running totals."""
         names = ("wall", "busy", "tokens", "prompt_tokens", "cached_tokens")
         self.totals.append({name: sum(getattr(stats, name) for stats, _ in engines.values()) for name in names})
@@ -185,7 +185,7 @@ class RunLog:
             "engine/memory_gb": max((stats.memory_gb for stats, _ in engines.values()), default=0.0),
         }
 
-    def evaluation(self, step: int, parts: list[sync.EvalPart], k: int) -> None:
+    def evaluation(self, step: int, parts: list[trajectory.EvalPart], k: int) -> None:
         """pass@1 of each source over its prompts, k samples each, with the standard error of the mean over prompts."""
         self.evaluated.add(step)
         sources = [s for part in parts for s in part.sources]
@@ -221,7 +221,7 @@ class RunLog:
         )
 
 
-def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], vocab_size: int) -> dict:
+def rollout_metrics(learned: list[trajectory.Group], returned: list[trajectory.Group], vocab_size: int) -> dict:
     """Means over every rollout whose fate was decided in a step, so that gating does not flatter the pass rate."""
     groups = learned + returned
     rollouts = [r for group in groups for r in group.rollouts]
@@ -266,7 +266,7 @@ def rollout_metrics(learned: list[sync.Group], returned: list[sync.Group], vocab
     return metrics
 
 
-def loops(r: sync.Rollout) -> bool:
+def loops(r: trajectory.Rollout) -> bool:
     """Whether what was sampled ends in a loop, before the stop token if there is one."""
     sampled = r.tokens[r.mask == 1]
     return alarms.ends_in_loop(sampled[:-1] if r.finish == "stop" else sampled)

@@ -21,6 +21,7 @@ import data
 import engine
 import faults
 import sync
+import trajectory
 from configs.schema import Config, ConfigError, Stage
 from grading import GraderPool
 from judge import Judge
@@ -34,14 +35,14 @@ POLL = 0.01  # seconds between looks at the run state
 # ----------------------------------------------------------------------------------------------------------- one response
 
 
-def to_rollout(prompt: list[int], response: Response, text: str, task: float, failure: Optional[str]) -> sync.Rollout:
+def to_rollout(prompt: list[int], response: Response, text: str, task: float, failure: Optional[str]) -> trajectory.Rollout:
     """Prompt ids (mask 0) followed by the sampled ids (mask 1)."""
     p, r = len(prompt), len(response.ids)
 
     def after_prompt(values, fill):
         return np.concatenate([np.full(p, fill, values.dtype), values])
 
-    return sync.Rollout(
+    return trajectory.Rollout(
         tokens=np.concatenate([np.array(prompt, dtype=np.int32), response.ids]),
         mask=after_prompt(np.ones(r, dtype=np.uint8), 0),
         behaviour_logp=after_prompt(response.logp, 0.0),
@@ -59,7 +60,7 @@ def to_rollout(prompt: list[int], response: Response, text: str, task: float, fa
 # ---------------------------------------------------------------------------------------------------------- gate, rewards
 
 
-def merge_tasks(row: data.Row, rollouts: list[sync.Rollout]) -> list[float]:
+def merge_tasks(row: data.Row, rollouts: list[trajectory.Rollout]) -> list[float]:
     """The task scores of a group, which are also set, from the scores of the row's graders."""
     scores = [[r.parts[f"grader/{reference.grader}"] for reference in row.references] for r in rollouts]
     tasks = merge(row.merge, scores, [r.weight for r in row.references], [r.veto for r in row.references])
@@ -175,7 +176,7 @@ class EngineRank:
         self.eval_sampling = Sampling(config.eval.temperature, rollout.max_tokens)
         self.requests = asyncio.Semaphore(max(1, rollout.max_concurrent // rollout.responses_per_request))
         self.running = 0  # requests that engines have
-        self.totals = sync.EngineStats(self.engine.index)
+        self.totals = trajectory.EngineStats(self.engine.index)
 
     async def run(self) -> None:
         """From the start of the server to the end of the run."""
@@ -189,7 +190,7 @@ class EngineRank:
     async def work(self) -> None:
         self.state.open()
         # As many as the gate lets be under way: without rejected groups it is the gate that shuts first.
-        self.outbox = sync.Outbox(self.ranks, (self.config.staleness.max + 1) * self.config.groups_per_update)
+        self.outbox = trajectory.Outbox(self.ranks, (self.config.staleness.max + 1) * self.config.groups_per_update)
         self.outbox.send(self.totals)  # before the run can take a step: so every step knows which engines live
         self.state.ready()
         plan = self.state.plan()
@@ -278,7 +279,7 @@ class EngineRank:
 
     async def rollouts(
         self, row: data.Row, prompt: list[int], n: int, sampling: Sampling, version: int
-    ) -> list[sync.Rollout]:
+    ) -> list[trajectory.Rollout]:
         """`n` graded rollouts of one prompt, not yet merged and shaped."""
 
         async def graded(response):
@@ -317,10 +318,10 @@ class EngineRank:
         if dropped:
             self.state.give_back()
         self.outbox.send(
-            sync.Group(ticket, self.engine.index, row.prompt_id, row.source, row.prompt, rollouts, dropped, stage)
+            trajectory.Group(ticket, self.engine.index, row.prompt_id, row.source, row.prompt, rollouts, dropped, stage)
         )
 
-    def shape_rewards(self, row: data.Row, rollouts: list[sync.Rollout], stage: Stage) -> None:
+    def shape_rewards(self, row: data.Row, rollouts: list[trajectory.Rollout], stage: Stage) -> None:
         """The reward of each rollout from its parts (rewards.shape); the parts are kept for the log."""
         weights = self.config.reward
         pass_rate = float(np.mean([passes(r.task) for r in rollouts]))
@@ -351,7 +352,7 @@ class EngineRank:
 
         passed = await asyncio.gather(*(one(row) for row in share))
         sources = [row.source for row in share]
-        self.outbox.send(sync.EvalPart(eval_id, self.engine.index, version, sources, passed))
+        self.outbox.send(trajectory.EvalPart(eval_id, self.engine.index, version, sources, passed))
 
 
 def serve(config: Config, ranks: sync.Ranks, prompts: Prompts) -> None:

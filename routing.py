@@ -5,7 +5,7 @@ version newer choose otherwise, and the token's logprob jumps although hardly an
 is the engine's; the gate weights are still the learner's own, a function of its own router logits, and so are their
 gradients (MAI-Thinking-1 report, section 3).
 
-The way of a choice: SGLang's `routed_experts` -> server.Draft -> sync.Rollout.experts -> train.Row.experts
+The way of a choice: SGLang's `routed_experts` -> server.Draft -> trajectory.Rollout.experts -> batch.Row.experts
 -> `attach`ed hooks. Left out on purpose: routers other than softmax top-k (bias-corrected, grouped, sigmoid ones).
 """
 

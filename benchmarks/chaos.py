@@ -33,7 +33,7 @@ if __name__ == "__main__":
 import psutil
 
 import checkpoint
-import sync
+import trajectory
 from configs import schema
 from tests.test_runs import Job
 
@@ -292,7 +292,7 @@ def audit(run_dir: Path) -> tuple[Account, list[str]]:
     """The account of a run that has ended, and what is wrong with it."""
     config = schema.load(str(run_dir / "config.yaml"), [])
     folder = run_dir / "checkpoints" / f"step_{checkpoint.latest(str(run_dir))}"
-    waiting = sync.decode_groups((folder / "groups.msgpack").read_bytes())
+    waiting = trajectory.decode_groups((folder / "groups.msgpack").read_bytes())
     progress = checkpoint.Progress(**json.loads((folder / "progress.json").read_text()), waiting=waiting)
     fates: dict[int, list[tuple]] = {}  # ticket -> (step, why dropped) of each of its rollouts
     for path in sorted((run_dir / "rollouts").glob("*.jsonl")):
@@ -441,7 +441,7 @@ def main() -> int:
             problems += [f"undisturbed, seed {seed}: {problem}" for problem in wrong]
         for name in args.faults:
             row, wrong = disturbed(name, seeds[name], args.steps, usual)
-            print("; ".join(row), "FAILED" if wrong else "ok", flush=True)
+            print("; ".join(row), f"FAILED {wrong}" if wrong else "ok", flush=True)
             rows.append(row)
             problems += [f"{name}: {problem}" for problem in wrong]
     print("\n| fault | what happened | recovery, s | started = learned + gated + dropped + in flight | final pass rate |")

@@ -1,7 +1,7 @@
 """Experiments on the recipe: one process each, no engine, staleness set exactly.
 
 A real run bounds staleness; it does not set it. Here every batch is sampled by the weights of exactly `lag` publications
-ago, by a sampler of this file, and learned from by the functions that a run uses (train.make_batches,
+ago, by a sampler of this file, and learned from by the functions that a run uses (make_batches,
 train.gradient_step, the gates, the graders, the prompts). So curves differ by the one thing that an experiment varies,
 and a step takes a fraction of a second on one core.
 
@@ -34,8 +34,9 @@ import objective
 import pretrain
 import rewards
 import rollout
-import sync
 import train
+import trajectory
+from batch import make_batches
 from configs import schema
 from server import Response, Sampling
 
@@ -130,7 +131,7 @@ class Lab:
         weights = {name: tensor.clone() for name, tensor in self.policy.lm.state_dict().items()}
         self.published.append((self.version, weights))
 
-    def respond(self, rows: list, n: int, sampling: Sampling, version: int) -> list[list[sync.Rollout]]:
+    def respond(self, rows: list, n: int, sampling: Sampling, version: int) -> list[list[trajectory.Rollout]]:
         """`n` graded rollouts of each row, from the sampler's present weights."""
         ids = [self.prompts.ids(row) for row in rows]
         lengths = {len(i) for i in ids}
@@ -158,7 +159,7 @@ class Lab:
         self.tokens += sum(len(o[0]) for o in out)
         return [graded[i : i + n] for i in range(0, len(graded), n)]
 
-    def groups(self) -> list[sync.Group]:
+    def groups(self) -> list[trajectory.Group]:
         """The next batch, through the gates of rollout.EngineRank.run_group, and what they rejected on the way."""
         r = self.config.rollout
         version, weights = self.published[0]
@@ -171,7 +172,7 @@ class Lab:
             missing = self.config.train.groups_per_step - len(kept)
             rows = [self.prompts.train.row(self.ticket + i) for i in range(missing)]
             groups = [
-                sync.Group(self.ticket + i, 0, row.prompt_id, row.source, row.prompt, []) for i, row in enumerate(rows)
+                trajectory.Group(self.ticket + i, 0, row.prompt_id, row.source, row.prompt, []) for i, row in enumerate(rows)
             ]
             self.ticket += missing
             if r.early_size:
@@ -203,7 +204,7 @@ class Lab:
             group = next(g for g in groups)
             worst = min(group.rollouts, key=lambda x: x.reward)
             worst.behaviour_logp[np.flatnonzero(worst.mask)[0]] -= 20
-        (batch,) = train.make_batches(groups, 1, t.max_tokens_per_microbatch, self.version, t.objective)
+        (batch,) = make_batches(groups, 1, t.max_tokens_per_microbatch, self.version, t.objective)
         metrics = train.gradient_step(self.policy, self.optimizer, batch, self.k, self.config, lambda: False)
         self.step += 1
         if objective.is_controlled(t.objective):

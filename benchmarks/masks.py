@@ -3,7 +3,7 @@
     python benchmarks/masks.py [--model models/smollm2-135m] [--tokens 64] [--top-p 0.9 0.97] [--top-k 64 4096]
 
 A real SGLang server, temperature 1, groups of 8 responses (SGLang returns a mask for a top_k of up to 4096): half of the
-prompts are the sums of configs/smollm2_cpu.yaml, half begin a text. Bytes are those of sync.encode(group) with the
+prompts are the sums of configs/smollm2_cpu.yaml, half begin a text. Bytes are those of trajectory.encode(group) with the
 masks minus those without, over the sampled tokens; "plain" is 2 bytes for a count and 4 for an id.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 import rollout
-import sync
+import trajectory
 from configs import schema
 from server import Draft, Response, Sampling, Server
 
@@ -56,11 +56,11 @@ async def sample(config: schema.Config, prompts: rollout.Prompts, rows: list[lis
             server.stop()
 
 
-def group_of(prompt: list[int], responses: list[Response]) -> sync.Group:
-    return sync.Group(0, 0, "", "", "", [rollout.to_rollout(prompt, r, "", 0.0, None) for r in responses])
+def group_of(prompt: list[int], responses: list[Response]) -> trajectory.Group:
+    return trajectory.Group(0, 0, "", "", "", [rollout.to_rollout(prompt, r, "", 0.0, None) for r in responses])
 
 
-def without_masks(group: sync.Group) -> sync.Group:
+def without_masks(group: trajectory.Group) -> trajectory.Group:
     rollouts = [msgspec.structs.replace(r, kept_counts=None, kept_ids=None) for r in group.rollouts]
     return msgspec.structs.replace(group, rollouts=rollouts)
 
@@ -93,7 +93,7 @@ def main():
         n = len(TEXTS)
         for kind, mine in {"sums": groups[:n], "texts": groups[n:], "all": groups}.items():
             counts = np.concatenate([r.kept_counts[r.mask == 1] for g in mine for r in g.rollouts])
-            sent = sum(len(sync.encode(g)) - len(sync.encode(without_masks(g))) for g in mine)
+            sent = sum(len(trajectory.encode(g)) - len(trajectory.encode(without_masks(g))) for g in mine)
             print(
                 f"| {sampling.top_p:g} | {sampling.top_k} | {kind} | {len(counts):,} | {counts.mean():.1f} | {np.median(counts):.0f} | "
                 f"{counts.mean() / prompts.vocab_size:.3%} | {2 + 4 * counts.mean():.0f} | {sent / len(counts):.1f} |"

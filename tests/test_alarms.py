@@ -15,6 +15,7 @@ import alarms
 import checkpoint
 import log
 import train
+from batch import make_batches
 from configs import schema
 
 # ------------------------------------------------------------------------------------------------------------------ loops
@@ -269,7 +270,7 @@ def save_and_mark(cfg, ranks):
 def sample_size(cfg, ranks, groups):
     policy = train.load_policy(cfg, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-    (batch,) = train.make_batches(groups, 1, 32, version=0)
+    (batch,) = make_batches(groups, 1, 32, version=0)
     logp = torch.cat([policy(row) for row in batch.rows]).detach().double().numpy()
     behaviour = torch.cat([row.behaviour_logp for row in batch.rows]).double().numpy()
     measured = train.gradient_step(policy, optimizer, batch, 0.0, cfg, lambda: False)

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import checkpoint
 import sync
 import train
+from batch import make_batches
+import trajectory
 
 OVERRIDES = ["train.groups_per_step=4", "rollout.group_size=2", "train.lr=1e-2", "train.max_tokens_per_microbatch=24"]
 
@@ -33,7 +35,7 @@ class Learner:
         self.progress = checkpoint.load(cfg.run.dir, self.policy, self.optimizer, ranks)
 
     def take_step(self, seed):
-        batches = train.make_batches(make_groups(seed), self.cfg.layout.trainers, 24, version=0)
+        batches = make_batches(make_groups(seed), self.cfg.layout.trainers, 24, version=0)
         train.gradient_step(self.policy, self.optimizer, batches[self.ranks.role.rank], 0.0, self.cfg, lambda: False)
 
     def save(self, step, **progress):
@@ -80,7 +82,7 @@ def resume_and_step(cfg, ranks, until):
     for step in range(progress.step + 1, until + 1):
         learner.take_step(step)
     account = {name: value for name, value in vars(progress).items() if name != "waiting"}
-    return (account, sync.encode(progress.waiting)), loaded, drawn, learner.state()
+    return (account, trajectory.encode(progress.waiting)), loaded, drawn, learner.state()
 
 
 @pytest.mark.parametrize("savers, loaders", [(1, 1), (2, 2), (2, 1), (1, 2)])
@@ -92,7 +94,7 @@ def test_resumed_in_new_processes_as_if_never_interrupted(savers, loaders, model
     after = tiny.run_ranks(cfg(loaders), resume_and_step, 4)
     for rank, ((account, waiting), loaded, drawn, final) in enumerate(after):
         assert account == dict(step=2, **WAITING)
-        assert waiting == sync.encode(make_groups(77))
+        assert waiting == trajectory.encode(make_groups(77))
         for a, b in zip(before[0][0][:2], loaded[:2]):
             equal(a, b)
         assert before[0][0][2] == loaded[2], "learning rate and the rest of the optimiser's settings"

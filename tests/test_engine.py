@@ -22,6 +22,7 @@ import engine as engines
 import rollout
 import sync
 import train
+from batch import make_row
 from server import Draft, EngineError, Sampling, hold_port
 
 PROMPT = list(range(10, 50))
@@ -33,7 +34,7 @@ def rollouts_of(responses, prompt=PROMPT):
 
 def learner_logp(engine, rollouts, temperature):
     """What the learner computes for the sampled tokens of a packed row, and what the engine said of them."""
-    row = train.make_row(rollouts, [0.0] * len(rollouts))
+    row = make_row(rollouts, [0.0] * len(rollouts))
     with torch.no_grad():
         return train.Policy(engine.lm, temperature, chunk=7)(row), row.behaviour_logp
 

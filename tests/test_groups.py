@@ -14,6 +14,7 @@ import log
 import rollout
 import sync
 import train
+import trajectory
 from configs.schema import Config, Stage
 from server import Response
 
@@ -99,11 +100,11 @@ def test_gate_metrics_count_prompts_by_gate_and_their_tokens(model_dir, tmp_path
 
 def test_mask_metrics():
     rng = np.random.default_rng(0)
-    groups = [sync.decode(sync.encode(tiny.group(rng, t, response=5, kept=3))) for t in range(2)]
+    groups = [trajectory.decode(trajectory.encode(tiny.group(rng, t, response=5, kept=3))) for t in range(2)]
     metrics = log.rollout_metrics(groups[:1], groups[1:], 100)
     assert metrics["rollout/kept_ids"] == (1 + 2 + 3 + 1 + 2) / 5
     assert metrics["rollout/masked_frac"] == pytest.approx(1 - 0.018)
-    assert metrics["rollout/mask_bytes"] == sum(len(sync.pack_masks(g.rollouts)) for g in groups) / 20
+    assert metrics["rollout/mask_bytes"] == sum(len(trajectory.pack_masks(g.rollouts)) for g in groups) / 20
     assert "rollout/mask_bytes" not in log.rollout_metrics([tiny.group(rng, 0)], [], 100)
 
 
@@ -137,7 +138,7 @@ def test_a_group_has_the_limits_of_its_stage_from_begin_to_end(stage, limit, w_l
 def test_the_stage_of_a_group_survives_the_way():
     group = tiny.group(np.random.default_rng(0), 0)
     group.stage = 2
-    assert sync.decode(sync.encode(group)).stage == 2
+    assert trajectory.decode(trajectory.encode(group)).stage == 2
 
 
 def test_evaluation_always_has_the_longest_limit(model_dir, tmp_path):

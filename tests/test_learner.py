@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM
 import rollout
 import sync
 import train
+from batch import make_batches, make_row
+import trajectory
 
 VOCAB = 100  # ids that the tests use; the model has a few more
 
@@ -64,7 +66,7 @@ def make_groups(n=4, size=4, seed=0, **options):
 @pytest.mark.parametrize("kept", [0, 5])
 def test_packed_logprobs_equal_those_of_separate_sequences(lm, exact, chunk, temperature, kept):
     rollouts = [r for g in make_groups(kept=kept) for r in g.rollouts]
-    row = train.make_row(rollouts, [0.0] * len(rollouts))
+    row = make_row(rollouts, [0.0] * len(rollouts))
     with torch.no_grad():
         logp = train.Policy(lm, temperature, chunk)(row)
         expected = torch.cat([sampled_logp(exact, r, temperature) for r in rollouts])
@@ -79,8 +81,8 @@ def test_a_sequence_does_not_see_its_neighbours(lm):
     policy = train.Policy(lm, 1.0, 1024)
     for mode in (True, False):
         policy.train(mode)
-        first = policy(train.make_row([one, two], [0.0] * 2))[6:]
-        second = policy(train.make_row([other, two], [0.0] * 2))[6:]
+        first = policy(make_row([one, two], [0.0] * 2))[6:]
+        second = policy(make_row([other, two], [0.0] * 2))[6:]
         assert (first - second).abs().max() < 1e-6
     policy.train()
 
@@ -122,7 +124,7 @@ def one_step(cfg, ranks, groups, k):
     """A real gradient step under FSDP2 (runs in a rank): weights after it, metrics."""
     policy = train.load_policy(cfg, ranks)
     optimizer = make_optimizer(cfg, policy)
-    batches = train.make_batches(groups, cfg.layout.trainers, cfg.train.max_tokens_per_microbatch, version=2)
+    batches = make_batches(groups, cfg.layout.trainers, cfg.train.max_tokens_per_microbatch, version=2)
     metrics = train.gradient_step(policy, optimizer, batches[ranks.role.rank], k, cfg, lambda: False)
     return tiny.weights(policy.lm), metrics
 
@@ -191,7 +193,7 @@ def plain(model_dir, tmp_path):
 def test_step_that_is_asked_to_stop_changes_nothing(plain):
     cfg, policy, optimizer = plain
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    (batch,) = train.make_batches(make_groups(), 1, 40, version=0)
+    (batch,) = make_batches(make_groups(), 1, 40, version=0)
     asked = iter([False, False, True])
     assert train.gradient_step(policy, optimizer, batch, 0.0, cfg, lambda: next(asked)) is None
     for name, p in policy.named_parameters():
@@ -201,7 +203,7 @@ def test_step_that_is_asked_to_stop_changes_nothing(plain):
 
 def test_step_with_a_gradient_that_is_not_finite_is_not_taken(plain):
     cfg, policy, optimizer = plain
-    (batch,) = train.make_batches(make_groups(), 1, 40, version=0)
+    (batch,) = make_batches(make_groups(), 1, 40, version=0)
     batch.rows[0].advantages[0] = math.nan
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     with pytest.raises(FloatingPointError, match="nan"):
@@ -212,7 +214,7 @@ def test_step_with_a_gradient_that_is_not_finite_is_not_taken(plain):
 def test_clip_fractions_count_the_tokens_whose_gradient_a_clip_stops(plain, exact):
     cfg, policy, optimizer = plain
     groups = make_groups(seed=5)
-    (batch,) = train.make_batches(groups, 1, 40, version=0)
+    (batch,) = make_batches(groups, 1, 40, version=0)
     measured = train.gradient_step(policy, optimizer, batch, 0.5, cfg, lambda: False)
     low = high = outer = n = 0
     for g in groups:
@@ -247,9 +249,9 @@ def fake_engine(cfg, ranks, stop_at):
     state = sync.RunState(ranks.store, cfg.staleness.max, cfg.groups_per_update)
     state.open()
     state.ready()
-    plan, outbox = state.plan(), sync.Outbox(ranks, (cfg.staleness.max + 1) * cfg.groups_per_update)
+    plan, outbox = state.plan(), trajectory.Outbox(ranks, (cfg.staleness.max + 1) * cfg.groups_per_update)
     held, eval_done, running, received = -1, -1, [], {}
-    totals, reported = sync.EngineStats(ranks.role.engine, 0.0, 0.0, 0, 0, 0, 0.0), 0.0
+    totals, reported = trajectory.EngineStats(ranks.role.engine, 0.0, 0.0, 0, 0, 0, 0.0), 0.0
     while not (seen := state.read()).stop:
         if seen.version > held:
             for bucket in plan:
@@ -261,7 +263,7 @@ def fake_engine(cfg, ranks, stop_at):
             state.ask_stop("test")
         if seen.eval_id > eval_done and held >= 0:
             eval_done = seen.eval_id
-            outbox.send(sync.EvalPart(eval_done, ranks.role.engine, held, ["arithmetic"] * 3, [0.0, 1.0, 1.0]))
+            outbox.send(trajectory.EvalPart(eval_done, ranks.role.engine, held, ["arithmetic"] * 3, [0.0, 1.0, 1.0]))
         while not seen.stop_asked and not outbox.is_full and len(running) < 4:
             if (ticket := state.claim(ranks.role.rank, held)) is None:
                 break
@@ -273,7 +275,7 @@ def fake_engine(cfg, ranks, stop_at):
                 g.dropped = "zero_variance"
                 state.give_back()
             outbox.send(g)
-            totals = sync.EngineStats(ranks.role.engine, 1.0 + ticket, 0.5, 10 * ticket, 5 * ticket, ticket, 0.1)
+            totals = trajectory.EngineStats(ranks.role.engine, 1.0 + ticket, 0.5, 10 * ticket, 5 * ticket, ticket, 0.1)
             outbox.send(totals)
         else:
             time.sleep(0.002)

@@ -12,9 +12,10 @@ import tiny
 
 import log
 import plot
-import rollout
+import server
 import sync
 import train
+import trajectory
 
 
 class Recorder:
@@ -51,7 +52,7 @@ def step(run_log, n, learned=1, returned=0, **metrics):
         g.dropped = "zero_variance"
         for r in g.rollouts:
             r.task = r.reward = 0.0
-    stats = sync.EngineStats(0, 2.0 * n, 1.5 * n, 100 * n, 40 * n, 30 * n, 0.25)
+    stats = trajectory.EngineStats(0, 2.0 * n, 1.5 * n, 100 * n, 40 * n, 30 * n, 0.25)
     buffer = types.SimpleNamespace(returned=dropped)
     learner = types.SimpleNamespace(
         step=n, version=n, groups=groups, buffer=buffer, engines={0: (stats, math.inf)},
@@ -70,7 +71,7 @@ def step(run_log, n, learned=1, returned=0, **metrics):
 
 
 def part(step_, *passed):
-    return sync.EvalPart(step_, 0, step_, ["sums"] * len(passed), list(passed))
+    return trajectory.EvalPart(step_, 0, step_, ["sums"] * len(passed), list(passed))
 
 
 def read(path):
@@ -165,8 +166,8 @@ def test_rollouts_are_stored_whole(cfg, recorder, tmp_path):
 
 def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(cfg, recorder, tmp_path):
     parts = [
-        sync.EvalPart(4, 0, 2, ["a", "b", "a"], [0.5, 1.0, 1.0]),
-        sync.EvalPart(4, 1, 2, ["b", "a"], [0.25, 0.0]),
+        trajectory.EvalPart(4, 0, 2, ["a", "b", "a"], [0.5, 1.0, 1.0]),
+        trajectory.EvalPart(4, 1, 2, ["b", "a"], [0.25, 0.0]),
     ]  # fmt: skip
     log.RunLog(cfg, 0).evaluation(4, parts, k=4)
     a, b = read(tmp_path / "eval.jsonl")
@@ -269,7 +270,7 @@ def test_full_disk_is_one_line_that_names_the_checkpoint(name, saved, cfg, tmp_p
 
     monkeypatch.setattr(train, "Learner", Learner)
     monkeypatch.setattr(train, "arm_signals", lambda config: None)
-    monkeypatch.setattr(rollout, "parent_death_signal", lambda number: None)
+    monkeypatch.setattr(server, "parent_death_signal", lambda number: None)
     monkeypatch.setattr(sync, "join", lambda config: types.SimpleNamespace(role=sync.Role(0, "learner")))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -286,7 +287,7 @@ def test_other_errors_of_the_system_are_not_called_a_full_disk(cfg, tmp_path, mo
 
     monkeypatch.setattr(train, "Learner", Learner)
     monkeypatch.setattr(train, "arm_signals", lambda config: None)
-    monkeypatch.setattr(rollout, "parent_death_signal", lambda number: None)
+    monkeypatch.setattr(server, "parent_death_signal", lambda number: None)
     monkeypatch.setattr(sync, "join", lambda config: types.SimpleNamespace(role=sync.Role(0, "learner")))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -24,6 +24,8 @@ import rollout
 import routing
 import sync
 import train
+import trajectory
+from batch import make_batches, make_row
 from configs.schema import ConfigError
 from conftest import VOCAB, Engine
 from server import EngineError, Sampling, parse_experts
@@ -85,7 +87,7 @@ def own_choice(lm, r):
 
 
 def logp_of(policy, rollouts_):
-    return policy(train.make_row(rollouts_, [0.0] * len(rollouts_)))
+    return policy(make_row(rollouts_, [0.0] * len(rollouts_)))
 
 
 # ---------------------------------------------------------------------------------------------------------- the routers
@@ -134,7 +136,7 @@ def test_replaying_a_models_own_choice_changes_nothing(lm):
         r.experts = own_choice(lm, r)
     policy = train.Policy(lm, 1.0, 64, True)
     replayed = logp_of(policy, batch)
-    row = train.make_row(batch, [0.0] * 3)
+    row = make_row(batch, [0.0] * 3)
     n_layers, all_tokens = 2, sum(len(r.tokens) - 1 for r in batch)
     assert routing.changed(policy.routers, row.experts).tolist() == [0, n_layers * all_tokens]
     for r in batch:
@@ -147,7 +149,7 @@ def test_other_experts_change_the_result_and_are_counted(lm):
     batch = rollouts(np.random.default_rng(0), 3)
     policy = train.Policy(lm, 1.0, 64, True)
     replayed = logp_of(policy, batch)
-    row = train.make_row(batch, [0.0] * 3)
+    row = make_row(batch, [0.0] * 3)
     counted = routing.changed(policy.routers, row.experts).tolist()
     # Layer 0 sees the same input whatever is replayed; its count is known without replay. Layer 1's is not.
     by_hand = sum(
@@ -183,7 +185,7 @@ def test_packed_sequences_keep_their_own_experts(lm):
 def test_where_the_last_token_goes_makes_no_difference(lm):
     batch = rollouts(np.random.default_rng(0), 2)
     policy = train.Policy(lm, 1.0, 64, True)
-    row = train.make_row(batch, [0.0] * 2)
+    row = make_row(batch, [0.0] * 2)
     lasts = np.cumsum([len(r.tokens) for r in batch]) - 1
     assert (row.experts[lasts] == -1).all() and (row.experts >= 0).sum() == row.experts.numel() - len(lasts) * 2 * TOP_K
     before = policy(row)
@@ -199,7 +201,7 @@ def gradients(policy, loss):
 
 def test_recomputed_layers_see_the_same_experts_even_after_another_row(moe_dir):
     rng = np.random.default_rng(0)
-    one, other = (train.make_row(rollouts(rng, 2), [0.0] * 2) for _ in range(2))
+    one, other = (make_row(rollouts(rng, 2), [0.0] * 2) for _ in range(2))
     plain, recomputing = (
         train.Policy(AutoModelForCausalLM.from_pretrained(moe_dir, dtype=torch.float32).train(), 1.0, 64, True)
         for _ in range(2)
@@ -216,7 +218,7 @@ def test_recomputed_layers_see_the_same_experts_even_after_another_row(moe_dir):
 def test_a_row_that_does_not_fit_is_an_error(lm):
     batch = rollouts(np.random.default_rng(0), 1)
     policy, plain = train.Policy(lm, 1.0, 64, True), train.Policy(lm, 1.0, 64)
-    row = train.make_row(batch, [0.0])
+    row = make_row(batch, [0.0])
     for wrong in (row.experts[:-1], row.experts[:1], row.experts[..., :1]):
         with pytest.raises(ValueError, match="routed experts of shape"):
             policy(dataclasses.replace(row, experts=wrong))
@@ -232,7 +234,7 @@ def two_steps(cfg, ranks, groups):
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     metrics = []
     for _ in range(2):
-        batch = train.make_batches(groups, cfg.layout.trainers, 24, 0)[ranks.role.rank]
+        batch = make_batches(groups, cfg.layout.trainers, 24, 0)[ranks.role.rank]
         metrics.append(train.gradient_step(policy, optimizer, batch, 0.0, cfg, lambda: False))
     checkpoint.export_hf(
         os.path.join(cfg.run.dir, "hf"), policy.lm, "float32", rollout.open_prompts(cfg).tokenizer, ranks
@@ -303,7 +305,7 @@ def test_experts_survive_the_wire_and_a_checkpoint():
     group = tiny.group(rng, 3)
     for r in group.rollouts:
         r.experts = random_experts(rng, len(r.tokens) - 1, 2)
-    for got in (sync.decode(sync.encode(group)), *sync.decode_groups(sync.encode([group, group]))):
+    for got in (trajectory.decode(trajectory.encode(group)), *trajectory.decode_groups(trajectory.encode([group, group]))):
         for a, b in zip(group.rollouts, got.rollouts):
             b.check(100, REPLAY)
             assert np.array_equal(a.experts, b.experts) and a.experts.dtype == b.experts.dtype
@@ -382,7 +384,7 @@ def mismatch(lm_or_policy, made):
         for r in made:
             r.experts = None
         lm_or_policy = train.Policy(lm_or_policy, 1.0, 64)
-    row = train.make_row(made, [0.0] * len(made))
+    row = make_row(made, [0.0] * len(made))
     with torch.no_grad():
         return (lm_or_policy(row) - row.behaviour_logp).abs()
 
@@ -391,7 +393,7 @@ def mismatch(lm_or_policy, made):
 def test_learner_and_engine_agree_and_route_alike(engine):
     made = sample(engine)
     assert mismatch(engine.replay, made).max() < 1e-4
-    row = train.make_row(made, [0.0] * len(made))
+    row = make_row(made, [0.0] * len(made))
     changed, total = routing.changed(engine.replay.routers, row.experts).tolist()
     assert changed <= total * 1e-3  # two kernels may differ where two experts are level
     for r in made:
@@ -431,7 +433,7 @@ def compare(policy, made, what):
     """(pairs rerouted by replay, mismatch with replay, mismatch without it); printed, for the README."""
     replayed, plain = mismatch(policy, made), mismatch(policy.lm, made)
     mismatch(policy, made)
-    changed, total = routing.changed(policy.routers, train.make_row(made, [0.0] * len(made)).experts).tolist()
+    changed, total = routing.changed(policy.routers, make_row(made, [0.0] * len(made)).experts).tolist()
     print(
         f"\n{what}: rerouted {changed} of {total}; largest and mean mismatch {plain.max():.2g} and {plain.mean():.2g},"
         f" with replay {replayed.max():.2g} and {replayed.mean():.2g}",

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import objective as objective_choices
-import sync
 import train
+import trajectory
+from batch import make_batches, make_row, pack
 from configs import schema
 
 DEFAULTS = dict(eps=0.6, k=0.5, r_min=0.0, r_max=50.0)
@@ -291,7 +292,7 @@ def test_clip_controller(k, entropy, expected):
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 200))
 def test_packing_places_every_sequence_once_and_overfills_no_row(lengths, capacity):
-    rows = train.pack(lengths, capacity)
+    rows = pack(lengths, capacity)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     fills = [sum(lengths[i] for i in row) for row in rows]
     assert all(0 < fill <= capacity for fill in fills)
@@ -301,7 +302,7 @@ def test_packing_places_every_sequence_once_and_overfills_no_row(lengths, capaci
 
 def test_sequence_that_no_row_can_hold_is_an_error():
     with pytest.raises(ValueError, match="51 tokens"):
-        train.pack([10, 51], 50)
+        pack([10, 51], 50)
 
 
 EOS = PAD = 1
@@ -317,7 +318,7 @@ def test_masks_come_from_lengths_not_from_token_ids():
     """The end-of-sequence token is learned although it is the pad token, and so is one in mid-response; a pad token
     in a prompt is not."""
     finished, truncated = sequence([PAD, 7], [8, EOS]), sequence([9, EOS], [EOS, 5, 6], finish="length")
-    row = train.make_row([finished, truncated], [1.0, -1.0])
+    row = make_row([finished, truncated], [1.0, -1.0])
     assert row.tokens.tolist() == [PAD, 7, 8, EOS, 9, EOS, EOS, 5, 6]
     assert row.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4]
     assert row.targets.tolist() == [8, EOS, EOS, 5, 6]
@@ -329,7 +330,7 @@ def test_masks_come_from_lengths_not_from_token_ids():
 def test_tokens_of_a_tool_in_mid_response_are_read_and_not_learned():
     r = sequence([5], [6, 7, 8, 9])
     r.mask[:] = [0, 1, 0, 0, 1]
-    row = train.make_row([r], [1.0])
+    row = make_row([r], [1.0])
     assert row.tokens.tolist() == [5, 6, 7, 8, 9]
     assert row.targets.tolist() == [6, 9] and row.predictors.tolist() == [0, 3]
 
@@ -338,14 +339,14 @@ def test_sampled_first_token_is_an_error():
     r = sequence([5], [6])
     r.mask[0] = 1
     with pytest.raises(ValueError, match="first token"):
-        train.make_row([r], [1.0])
+        make_row([r], [1.0])
 
 
 def test_kept_ids_stay_with_their_tokens():
     a, b = sequence([1], [2, 3]), sequence([1], [4])
     a.kept_counts, a.kept_ids = np.array([0, 1, 1], np.uint16), np.array([2, 3], np.int32)
     b.kept_counts, b.kept_ids = np.array([0, 3], np.uint16), np.array([4, 8, 9], np.int32)
-    assert train.make_row([a, b], [1.0, 1.0]).kept.tolist() == [[2, -1, -1], [3, -1, -1], [4, 8, 9]]
+    assert make_row([a, b], [1.0, 1.0]).kept.tolist() == [[2, -1, -1], [3, -1, -1], [4, 8, 9]]
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3, 4])
@@ -353,7 +354,7 @@ def test_kept_ids_stay_with_their_tokens():
 def test_batches_share_out_every_sequence_once(trainers, groups):
     rng = np.random.default_rng(groups)
     made = [tiny.group(rng, t, size=4, response=int(rng.integers(1, 30)), version=t) for t in range(groups)]
-    batches = train.make_batches(made, trainers, capacity=40, version=7)
+    batches = make_batches(made, trainers, capacity=40, version=7)
     assert len(batches) == trainers
     assert len({len(b.rows) for b in batches}) == 1, "FSDP's collectives need the same number of rows on every rank"
     assert all(len(row.tokens) <= 40 for b in batches for row in b.rows)
@@ -377,7 +378,7 @@ def test_tokens_are_balanced_over_ranks():
     """Rows of 64, 48, 40 and 34 tokens for two ranks: the one with the longest gets the shortest."""
     rng = np.random.default_rng(3)
     rollouts = [tiny.rollout(rng, 4, n - 4, reward=float(n > 40)) for n in (40, 64, 34, 48)]
-    batches = train.make_batches([sync.Group(0, 0, "p", "s", "q", rollouts)], 2, capacity=64, version=0)
+    batches = make_batches([trajectory.Group(0, 0, "p", "s", "q", rollouts)], 2, capacity=64, version=0)
     assert [[len(row.tokens) for row in b.rows] for b in batches] == [[64, 34], [48, 40]]
 
 
@@ -385,6 +386,6 @@ def test_advantages_of_dr_grpo_are_not_divided_by_the_spread():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert objective_choices.advantages_of("dr_grpo")(rewards).tolist() == [0.75, -0.25, -0.25, -0.25]
     rng = np.random.default_rng(0)
-    made = [sync.Group(0, 0, "p", "s", "q", [tiny.rollout(rng, reward=float(i == 0)) for i in range(4)])]
-    (batch,) = train.make_batches(made, 1, capacity=64, version=0, objective="dr_grpo")
+    made = [trajectory.Group(0, 0, "p", "s", "q", [tiny.rollout(rng, reward=float(i == 0)) for i in range(4)])]
+    (batch,) = make_batches(made, 1, capacity=64, version=0, objective="dr_grpo")
     assert sorted(set(batch.rows[0].advantages.tolist())) == [-0.25, 0.75]

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import checkpoint
 import rollout
-import sync
+import trajectory
 from configs import schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -316,7 +316,7 @@ def account_balances(job, step):
     be done again: once."""
     folder = job.dir / "checkpoints" / f"step_{step}"
     progress = json.loads((folder / "progress.json").read_text())
-    waiting = [group.ticket for group in sync.decode_groups((folder / "groups.msgpack").read_bytes())]
+    waiting = [group.ticket for group in trajectory.decode_groups((folder / "groups.msgpack").read_bytes())]
     rollouts = rollouts_of(job)
     settled = {r["ticket"] for r in rollouts}
     assert set(Counter(r["ticket"] for r in rollouts).values()) == {8}, "a group was done twice, or in parts"

@@ -24,6 +24,7 @@ import checkpoint
 import log
 import sync
 import train
+import trajectory
 from configs import schema
 
 # ----------------------------------------------------------------------------------------- a run in one process
@@ -35,7 +36,7 @@ class Life:
 
     def __init__(self, cfg: schema.Config, progress: checkpoint.Progress, rng: random.Random, engines: int, room: int):
         self.cfg, self.rng, self.room = cfg, rng, room
-        self.network: list[sync.Group] = []  # sent, not received
+        self.network: list[trajectory.Group] = []  # sent, not received
         self.saved = None  # as it lies on disk
         self.events: list[tuple[int, str]] = []  # (ticket, what became of it), in order
         self.events_at_save = 0
@@ -54,7 +55,7 @@ class Life:
         learner.version = learner.step // cfg.train.steps_per_update
         learner.state = self.state = sync.RunState(learner.ranks.store, cfg.staleness.max, cfg.groups_per_update)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sync, "Inbox", lambda store: types.SimpleNamespace(receive=self.receive))
+            patch.setattr(trajectory, "Inbox", lambda store: types.SimpleNamespace(receive=self.receive))
             patch.setattr(log, "RunLog", lambda *args: types.SimpleNamespace(rollouts=lambda *args: None))
             learner.open_run()
         self.state.open()
@@ -126,7 +127,7 @@ class Life:
             assert progress.redo == sorted(under_way + owed), "what is done again is what was not finished, and no more"
             assert progress.next_ticket == max([self.fresh, *(t + 1 for t in self.claimed)])
             account = {name: value for name, value in vars(progress).items() if name != "waiting"}
-            self.saved = json.dumps(account), sync.encode(progress.waiting)
+            self.saved = json.dumps(account), trajectory.encode(progress.waiting)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "save", to_disk)
@@ -274,7 +275,7 @@ def test_interrupted_run_settles_every_prompt_exactly_once(seed, lives, stalenes
         history += life.events[: life.events_at_save]
         if life.saved:
             account, waiting = life.saved
-            progress = checkpoint.Progress(**json.loads(account), waiting=sync.decode_groups(waiting))
+            progress = checkpoint.Progress(**json.loads(account), waiting=trajectory.decode_groups(waiting))
 
     for e in range(engines):  # what runs ends, and arrives
         while life.running[e]:
@@ -313,8 +314,8 @@ def test_groups_survive_the_way_with_their_types():
     group = tiny.group(rng, 7, size=3, kept=4)
     group.prompt = [{"role": "user", "content": "1+1="}]
     group.rollouts[0].failure = "the grader timed out"
-    (copy,) = sync.decode_groups(sync.encode([group]))
-    for made in (sync.decode(sync.encode(group)), copy, sync.decode(sync.encode(copy))):
+    (copy,) = trajectory.decode_groups(trajectory.encode([group]))
+    for made in (trajectory.decode(trajectory.encode(group)), copy, trajectory.decode(trajectory.encode(copy))):
         for name in ("ticket", "engine", "prompt_id", "source", "prompt", "dropped"):
             assert getattr(made, name) == getattr(group, name)
         for sent, got in zip(group.rollouts, made.rollouts, strict=True):
@@ -339,50 +340,50 @@ def test_masks_come_out_as_they_went_in(seed, vocab, kept, lengths):
         sets = [np.union1d(rng.integers(0, vocab, int(rng.integers(0, kept))), t) for t in r.tokens[r.mask == 1]]
         r.kept_counts[r.mask == 1] = [len(s) for s in sets]
         r.kept_ids = np.concatenate(sets).astype(np.int32)
-    group = sync.Group(0, 0, "p", "p", "q", rollouts)
+    group = trajectory.Group(0, 0, "p", "p", "q", rollouts)
     before = [(r.kept_counts.copy(), r.kept_ids.copy()) for r in rollouts]
-    made = sync.decode(sync.encode(group))
+    made = trajectory.decode(trajectory.encode(group))
     for (counts, ids), sent, got in zip(before, group.rollouts, made.rollouts, strict=True):
         for r in (sent, got):
             r.check(vocab)
             assert r.kept_ids.dtype == np.int32 and r.kept_ids.tolist() == ids.tolist()
             assert r.kept_counts.dtype == np.uint16 and r.kept_counts.tolist() == counts.tolist()
-    assert made.mask_bytes == len(sync.pack_masks(rollouts)) and made.masks is None
+    assert made.mask_bytes == len(trajectory.pack_masks(rollouts)) and made.masks is None
 
 
 def test_masks_that_do_not_fit_are_an_error():
     group = tiny.group(np.random.default_rng(0), 0, kept=4)
-    packed, more = sync.pack_masks(group.rollouts), tiny.group(np.random.default_rng(0), 0, size=3, kept=4)
+    packed, more = trajectory.pack_masks(group.rollouts), tiny.group(np.random.default_rng(0), 0, size=3, kept=4)
     content = zlib.decompress(packed)
     wrong = [(packed, more), (packed[:-1], group), (b"", group), (zlib.compress(content + b"\0"), group)]
     wrong += [(packed + b"\0", group), (zlib.compress(bytes(1 << 28)), group)]  # the last is 256 MB if one lets it
     for masks, other in wrong + [(zlib.compress(content[:-1]), group)]:
         with pytest.raises(msgspec.DecodeError):
-            sync.unpack_masks(masks, other.rollouts)
+            trajectory.unpack_masks(masks, other.rollouts)
     group.rollouts[1].kept_counts = group.rollouts[1].kept_ids = None
     with pytest.raises(ValueError, match="1 of 2 rollouts"):
-        sync.encode(group)
+        trajectory.encode(group)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        sync.EvalPart(20, 1, 3, ["a", "b"], [0.5, 1.0]),
-        sync.EngineStats(1, 2.5, 1.5, 100, 50, 25, 0.125),
+        trajectory.EvalPart(20, 1, 3, ["a", "b"], [0.5, 1.0]),
+        trajectory.EngineStats(1, 2.5, 1.5, 100, 50, 25, 0.125),
         tiny.group(np.random.default_rng(0), 3),
     ],
     ids=lambda m: type(m).__name__,
 )
 def test_message_that_is_cut_short_or_disturbed_is_an_error(message):
-    content = sync.encode(message)
-    assert type(sync.decode(content)) is type(message)
+    content = trajectory.encode(message)
+    assert type(trajectory.decode(content)) is type(message)
     for n in range(len(content)):
         with pytest.raises(msgspec.DecodeError):
-            sync.decode(content[:n])
+            trajectory.decode(content[:n])
     with pytest.raises(msgspec.DecodeError):
-        sync.decode(content + b"\x01")
+        trajectory.decode(content + b"\x01")
     with pytest.raises(msgspec.DecodeError):
-        sync.decode(content.replace(type(message).__name__.encode(), b"X" * len(type(message).__name__)))
+        trajectory.decode(content.replace(type(message).__name__.encode(), b"X" * len(type(message).__name__)))
 
 
 def with_change(**change):
@@ -446,7 +447,7 @@ def test_malformed_rollout_is_refused_and_stops_the_buffer(kind):
         r.check(100)
     life = Life(run_config(1, 2, 1), checkpoint.Progress(), random.Random(0), 1, 4)
     with pytest.raises(ValueError, match="^rollout "):
-        life.buffer.add(sync.Group(0, 0, "p/0", "p", "question", [with_change(), r]))
+        life.buffer.add(trajectory.Group(0, 0, "p/0", "p", "question", [with_change(), r]))
     assert not life.buffer.waiting
 
 

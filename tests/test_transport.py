@@ -22,6 +22,7 @@ import engine as engines
 import rollout
 import sync
 import train
+import trajectory
 from server import Response
 
 
@@ -63,8 +64,8 @@ def ends(engines=1, limit=1000, fault=None):
     def place(rank):
         return types.SimpleNamespace(store=store, record=record, role=sync.Role(rank, "engine", rank - 1, 0), host="127.0.0.1")
 
-    inbox = sync.Inbox(place(0))
-    outboxes = [sync.Outbox(place(1 + engine), limit) for engine in range(engines)]
+    inbox = trajectory.Inbox(place(0))
+    outboxes = [trajectory.Outbox(place(1 + engine), limit) for engine in range(engines)]
     if fault:
         inbox.socket.close()
         inbox.socket = Wire(fault)
@@ -75,7 +76,7 @@ def ends(engines=1, limit=1000, fault=None):
 
 
 def stats(engine=0):
-    return sync.EngineStats(engine, 1.0, 0.5, 1, 1, 1, 0.0)
+    return trajectory.EngineStats(engine, 1.0, 0.5, 1, 1, 1, 0.0)
 
 
 def exchange(inbox, outboxes, rounds=1):
@@ -91,7 +92,7 @@ def exchange(inbox, outboxes, rounds=1):
 
 
 def tickets(messages):
-    return [m.ticket for m in messages if isinstance(m, sync.Group)]
+    return [m.ticket for m in messages if isinstance(m, trajectory.Group)]
 
 
 def garble(rng, frames):
@@ -129,7 +130,7 @@ def test_every_message_comes_out_once_whatever_the_wire_does(seed, engines, odds
         return [garble(rng, frames)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sync, "RESENDS", 10**6)
+        patch.setattr(trajectory, "RESENDS", 10**6)
         inbox, outboxes, _ = ends(engines, fault=fault)
         got, sent = [], []
         for n in range(40):
@@ -137,16 +138,16 @@ def test_every_message_comes_out_once_whatever_the_wire_does(seed, engines, odds
             message = tiny.group(np.random.default_rng(n), n)
             message.engine = outbox.engine
             if n % 10 == 9:
-                message = sync.EvalPart(n, outbox.engine, 0, ["a"], [0.5])
+                message = trajectory.EvalPart(n, outbox.engine, 0, ["a"], [0.5])
             outbox.send(message)
-            sent.append(sync.encode(message))
+            sent.append(trajectory.encode(message))
             if rng.random() < 0.3:
                 got += exchange(inbox, outboxes)
         for _ in range(2000):
             got += exchange(inbox, outboxes)
             if not any(outbox.kept for outbox in outboxes):
                 break
-        got = [sync.encode(m) for m in got if not isinstance(m, sync.EngineStats)]
+        got = [trajectory.encode(m) for m in got if not isinstance(m, trajectory.EngineStats)]
         assert sorted(got) == sorted(sent)
         assert not any(outbox.kept for outbox in outboxes), "all is acknowledged, and forgotten"
 
@@ -248,7 +249,7 @@ def test_a_message_that_never_comes_through_ends_the_run():
     outbox.send(tiny.group(np.random.default_rng(0), 0))
     with pytest.raises(RuntimeError, match="message 1 of engine 0 did not come through"):
         exchange(inbox, [outbox], 100)
-    assert numbers(events, "resend") == [1] * sync.RESENDS
+    assert numbers(events, "resend") == [1] * trajectory.RESENDS
 
 
 def test_what_no_engine_has_sent_is_ignored():
@@ -292,7 +293,7 @@ def test_sending_to_a_process_that_is_stopped_does_not_wait_or_fail():
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         ranks = types.SimpleNamespace(store=dist.HashStore(), record=None, role=sync.Role(1, "engine", 0, 0), host="127.0.0.1")
         ranks.store.set("inbox", f"tcp://127.0.0.1:{stopped.getsockname()[1]}")
-        outbox = sync.Outbox(ranks, 2000)
+        outbox = trajectory.Outbox(ranks, 2000)
         for n in range(2000):
             outbox.send(tiny.group(np.random.default_rng(0), n))
             outbox.send(stats())
@@ -358,7 +359,7 @@ def test_rejected_groups_stop_at_the_limit_while_the_learner_is_busy_and_go_on_w
     ranks = types.SimpleNamespace(
         role=sync.Role(1, "engine", 0, 0), store=store, record=lambda *args, **facts: None, host="127.0.0.1"
     )
-    inbox = sync.Inbox(ranks)
+    inbox = trajectory.Inbox(ranks)
     engine = rollout.EngineRank(cfg, ranks, rollout.open_prompts(cfg))
     engine.engine = engine.engines = FakeEngine()
     state = engine.state
@@ -385,7 +386,7 @@ def test_rejected_groups_stop_at_the_limit_while_the_learner_is_busy_and_go_on_w
             await asyncio.sleep(0.3)
             assert state.read().started == started <= seen[-1] + limit + under_way
             seen.append(started)
-            got = [m for m in inbox.receive(1.0) if isinstance(m, sync.Group)]
+            got = [m for m in inbox.receive(1.0) if isinstance(m, trajectory.Group)]
             assert len(got) == seen[-1] - seen[-2] and all(group.dropped == "zero_variance" for group in got)
         state.stop()
         await work
@@ -399,11 +400,11 @@ def test_rejected_groups_stop_at_the_limit_while_the_learner_is_busy_and_go_on_w
 
 def learner_or_engine_on_a_bad_wire(cfg, ranks):
     """One message of four is lost or garbled, between the real sockets."""
-    sync.RESENDS, sync.LOOK_EVERY = 10**6, 0.02
+    trajectory.RESENDS, trajectory.LOOK_EVERY = 10**6, 0.02
     if ranks.role.kind == "engine":
         rng = random.Random(ranks.role.engine)
 
-        class Outbox(sync.Outbox):
+        class Outbox(trajectory.Outbox):
             def __init__(self, *args):
                 super().__init__(*args)
                 self.socket, wire = self, self.socket
@@ -416,7 +417,7 @@ def learner_or_engine_on_a_bad_wire(cfg, ranks):
                 elif rng.random() < 0.5:
                     wire.send_multipart(garble(rng, list(frames)))
 
-        sync.Outbox = Outbox
+        trajectory.Outbox = Outbox
     return learner_or_fake_engine(cfg, ranks)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import sync
+import trajectory
 from configs import schema
 
 # Children are forked from a process that did nothing but these imports: cheap, and safe where a fork of pytest is not.
@@ -38,7 +39,7 @@ def rollout(rng, prompt: int = 3, response: int = 5, *, vocab=100, version=0, re
     versions = np.full(length, -1, np.int32)
     versions[prompt:] = version
     reward = float(rng.integers(0, 2)) if reward is None else reward
-    made = sync.Rollout(tokens, mask, logp, versions, "text", finish, reward, reward, {"lang": 1.0, "len": 0.0})
+    made = trajectory.Rollout(tokens, mask, logp, versions, "text", finish, reward, reward, {"lang": 1.0, "len": 0.0})
     if kept:  # 1, 2, .. `kept` ids, and again
         counts = 1 + np.arange(response) % kept
         made.kept_counts = np.r_[np.zeros(prompt), counts].astype(np.uint16)
@@ -48,9 +49,9 @@ def rollout(rng, prompt: int = 3, response: int = 5, *, vocab=100, version=0, re
     return made
 
 
-def group(rng, ticket: int, size: int = 2, **options) -> sync.Group:
+def group(rng, ticket: int, size: int = 2, **options) -> trajectory.Group:
     rollouts = [rollout(rng, reward=float(i % 2), **options) for i in range(size)]
-    return sync.Group(ticket, 0, f"p/{ticket}", "p", "question", rollouts)
+    return trajectory.Group(ticket, 0, f"p/{ticket}", "p", "question", rollouts)
 
 
 def run_ranks(cfg: schema.Config, function, *args, timeout: float = 120) -> list:
