@@ -1,7 +1,7 @@
 """Runs of two engines and a learner that something happens to: what they lose is time, and how much of it.
 
     python benchmarks/chaos.py [--faults kill_server http_cut ...] [--seeds 0 1 2] [--steps 100]
-    python benchmarks/chaos.py --quick          # one run, a few faults one after another
+    python benchmarks/chaos.py --quick [--faults ...]     # one run, a few faults one after another
 
 First a run of each seed that nothing happens to (one that is there already is not run again), then a run for each fault, in
 runs/chaos/. After each: the run has ended well and left no process, every step is there once, every prompt that was begun
@@ -398,13 +398,13 @@ def disturbed(name: str, seed: int, steps: int, usual: list[tuple[float, float]]
     return row, problems
 
 
-def quick(seed: int) -> tuple[list[list[str]], list[str]]:
+def quick(faults: list[str], seed: int) -> tuple[list[list[str]], list[str]]:
     """One run without end, faults one after another, and SIGTERM: the rows of the table, and what is wrong."""
     run = begin("quick", seed, "train.steps=100000", "train.lr=1e-6", *ISOLATED)
     rows, problems = [], []
     try:
         run.job.wait_for_step(2)
-        for name in QUICK:
+        for name in faults:
             outcome = disturb(run, name)
             rows.append([name, outcome.did, f"{outcome.recovery:.0f}", "", ""])
             print(*rows[-1], flush=True)
@@ -421,7 +421,7 @@ def quick(seed: int) -> tuple[list[list[str]], list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, metavar="FAULT", help=f"default: all of {', '.join(FAULTS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the undisturbed runs; faults take turns")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="one run, a few faults one after another")
@@ -429,9 +429,10 @@ def main() -> int:
     seeds = {name: args.seeds[i % len(args.seeds)] for i, name in enumerate(FAULTS)}
     rows, problems = [], []
     if args.quick:
-        rows, problems = quick(args.seeds[0])
+        rows, problems = quick(args.faults or list(QUICK), args.seeds[0])
     else:
-        if "full_disk" in args.faults and "CHAOS_DISK" not in os.environ:
+        faults = args.faults or list(FAULTS)
+        if "full_disk" in faults and "CHAOS_DISK" not in os.environ:
             small_disk(ROOT / "runs" / "chaos" / f"full_disk_{seeds['full_disk']}")
         usual = []
         for seed in args.seeds:
@@ -439,7 +440,7 @@ def main() -> int:
             print(f"undisturbed, seed {seed}: pass rate {rate} {wrong or ''}", flush=True)
             usual.append(rate)
             problems += [f"undisturbed, seed {seed}: {problem}" for problem in wrong]
-        for name in args.faults:
+        for name in faults:
             row, wrong = disturbed(name, seeds[name], args.steps, usual)
             print("; ".join(row), f"FAILED {wrong}" if wrong else "ok", flush=True)
             rows.append(row)
