@@ -426,6 +426,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--quick", action="store_true", help="one run, a few faults one after another")
     args = parser.parse_args()
+    if args.quick and "full_disk" in (args.faults or []):
+        parser.error("full_disk takes a run of its own, on a small disk: without --quick")
     seeds = {name: args.seeds[i % len(args.seeds)] for i, name in enumerate(FAULTS)}
     rows, problems = [], []
     if args.quick:
