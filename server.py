@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import AsyncIterator, Optional
 
@@ -178,11 +179,15 @@ class Peer:
     def blame(self, what: str) -> EngineError:
         return EngineError(f"engine {self.index} {what}")
 
+    def prefix_key(self) -> str:
+        """What a request must share with another one to use its cached prefixes. A rank does not know when an engine of
+        another one gets its next weights, so what it asks there shares nothing."""
+        return uuid.uuid4().hex
+
     async def generate(self, prompt: list[int], drafts: list[Draft], sampling: Sampling) -> None:
         """Goes on with unfinished responses to one prompt, in one request, until all are finished.
 
-        Raises EngineError; the drafts then hold what has come until then. The prefix cache is keyed by the version of
-        the weights.
+        Raises EngineError; the drafts then hold what has come until then.
         """
         for draft in drafts:
             draft.begin(sampling)
@@ -198,7 +203,7 @@ class Peer:
             "return_logprob": True,
             "return_sampling_mask": sampling.mask_replay,
             "return_routed_experts": sampling.routing is not None,
-            "extra_key": str(self.version),
+            "extra_key": self.prefix_key(),
             "stream": True,
         }
         try:
@@ -379,6 +384,9 @@ class Server(Peer):
 
     def blame(self, what: str) -> EngineError:
         return EngineError(self.last_words(what))
+
+    def prefix_key(self) -> str:
+        return str(self.version)  # prefixes of other weights are of no use
 
     def last_words(self, what: str, lines: int = 15) -> str:
         with open(self.log_path, "rb") as log:
