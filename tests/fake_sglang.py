@@ -30,6 +30,7 @@ class Server:
         self.running.set()
         self.held: dict[str, bytes] = {}
         self.calls: list[str] = []
+        self.keys: list[str] = []  # that keep the prefix caches of requests apart
 
     def die(self):
         os.killpg(0, signal.SIGKILL)
@@ -54,10 +55,11 @@ class Server:
         elif request.path == "/weights_checker":
             sums = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in self.held.items()}
             return web.json_response({"ranks": [{"checksums": sums}]})
-        return web.json_response({"success": True, "version": self.version, "calls": self.calls})
+        return web.json_response({"success": True, "version": self.version, "calls": self.calls, "keys": self.keys})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.keys.append(body["extra_key"])
         if self.mode == "500":
             return web.Response(status=500, text="out of luck")
         if self.mode == "poison" and body["input_ids"][0][0] == 13:
