@@ -399,8 +399,8 @@ class Learner:
             clock.lap("train")
             if self.step % train.steps_per_update == 0:
                 self.finish_eval()  # an evaluation is of one version: no publication while it runs
-                if not self.stopping():
-                    self.version = self.step // train.steps_per_update
+                self.version = self.step // train.steps_per_update
+                if not self.stopping():  # else the resumed run publishes it
                     self.publish()
             clock.lap("sync")
             if self.ranks.is_first:
