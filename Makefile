@@ -5,7 +5,7 @@ CONFIG ?= configs/tiny_cpu.yaml
 ARGS ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: env train test reset smollm2 bench-attention bench-soak bench-starts chaos clean ready
+.PHONY: env train test reset smollm2 chaos clean ready
 
 env:  # the last line of output is the path of the environment's python
 	@.ci/env.sh

@@ -12,6 +12,7 @@ import asyncio
 import base64
 import binascii
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -110,13 +111,17 @@ class Draft:
             reason = meta["finish_reason"] and meta["finish_reason"].get("message", "")
             raise EngineError(f"response of {total} tokens (limit {sampling.max_tokens}) finished with {finish!r} {reason}")
         triples = meta["output_token_logprobs"]
-        if [t[1] for t in triples] != ids:
+        if [t[1] for t in triples] != ids or not all(type(i) is int for i in ids):
             raise EngineError(f"{len(triples)} logprobs do not belong to the {len(ids)} tokens of a response")
+        if self.finish:
+            raise EngineError(f"{len(ids)} more tokens of a response that was finished ({self.finish})")
         logp, kept = [t[0] for t in triples], []
         if sampling.mask_replay:
             kept, logp = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
             if not len(kept) == len(logp) == len(ids) or not all(i in k for i, k in zip(ids, kept)):
                 raise EngineError("the sampler's kept ids do not contain the tokens that it sampled")
+        if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in logp):
+            raise EngineError(f"logprobs of a response: {logp[:20]}")
         now = version_number(meta["weight_version"])
         before = self.versions[-1] if len(self.versions) > self.begun else now
         versions = self.versions + [before] * (len(ids) - 1) + [now] * bool(ids)
@@ -211,6 +216,8 @@ class Peer:
                 self.heard = time.monotonic()
                 if "error" in answer:
                     raise self.blame(f"answered /generate with an error: {str(answer['error'])[:500]}")
+                if answer["index"] not in range(len(drafts)):
+                    raise self.blame(f"answered /generate with response {answer['index']!r} of {len(drafts)}")
                 drafts[answer["index"]].add(answer, sampling)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self.blame(f"answered /generate with what is no response: {error!r:.300}") from error

@@ -306,6 +306,37 @@ def test_an_answer_whose_parts_do_not_fit_is_an_error(changes, words):
         parsed(doctored(**changes), Sampling(1.0, 8))
 
 
+@pytest.mark.parametrize("logp", [None, "0", float("nan"), float("-inf")])
+def test_a_logprob_that_is_no_number_is_an_error(logp):
+    triples = [[-0.5, 5, None], [logp, 6, None], [-0.1, 1, None]]
+    with pytest.raises(EngineError, match="logprobs of a response"):
+        parsed(doctored(output_token_logprobs=triples), Sampling(1.0, 8))
+
+
+def test_ids_that_are_no_integers_and_tokens_after_the_end_are_errors():
+    strings = doctored(output_ids=["5"], output_token_logprobs=[[-0.5, "5", None]])
+    with pytest.raises(EngineError, match="do not belong"):
+        parsed(strings, Sampling(1.0, 8))
+    draft = Draft()
+    draft.add(ANSWER, Sampling(1.0, 8))
+    before = draft.response()
+    with pytest.raises(EngineError, match="was finished"):
+        draft.add(ANSWER, Sampling(1.0, 8))
+    assert draft.response().ids.tolist() == before.ids.tolist()
+
+
+def test_a_response_in_pieces_is_the_one_in_one_piece():
+    whole, pieces = parsed(ANSWER, Sampling(0.7, 8, 0.9, 64, True)), Draft()
+    for i in range(3):
+        meta = {n: ANSWER["meta_info"][n][i : i + 1] for n in ANSWER["meta_info"] if n.startswith("output_token")}
+        if i < 2:
+            meta |= {"finish_reason": None, "weight_versions": None, "weight_version": "3"}
+        pieces.add(doctored(output_ids=ANSWER["output_ids"][i : i + 1], **meta), Sampling(0.7, 8, 0.9, 64, True))
+        assert pieces.versions == [3, 3, 4][: i + 1]
+    for one, other in zip(vars(whole).values(), vars(pieces.response()).values()):
+        assert np.array_equal(one, other)
+
+
 def test_more_tokens_than_asked_for_is_an_error():
     with pytest.raises(EngineError, match="limit 2"):
         parsed(ANSWER, Sampling(1.0, 2))
