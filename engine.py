@@ -162,6 +162,8 @@ class Engine:
             probe = asyncio.create_task(self.server.generate([0], [Draft()], Sampling(1.0, 1)))
             try:
                 while not (await asyncio.wait([probe], timeout=LOOK))[0]:
+                    if self.failed:  # it did not take a publication; the next must not pass for a sign of life
+                        return self.failed
                     if self.loading and not self.loading.done():
                         asked = time.monotonic()
                     if death := self.server.death():
@@ -190,7 +192,7 @@ class Engine:
                 sync.bucket_buffers(plan, self.ranks)
                 self.copy = [torch.empty(sync.bucket_nbytes(bucket), dtype=torch.uint8) for bucket in plan]
             arrived: asyncio.Queue[int] = asyncio.Queue()
-            if self.status in (SERVING, SUSPECT):
+            if self.status in (SERVING, SUSPECT) and not self.failed:
                 self.loading = asyncio.create_task(self.load_published(version, arrived))
             for i, flat in enumerate(self.copy):
                 await asyncio.to_thread(sync.receive_bucket, flat, version, self.ranks)

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 import psutil
 
 import checkpoint
+import faults
 import trajectory
 from configs import schema
 from tests.test_runs import Job
@@ -62,15 +63,8 @@ class Run:
         self.random = random.Random(seed)
 
     def events(self, since: float = 0.0) -> list[dict]:
-        """The lines of events.jsonl from `since` on (unix seconds), without those that a kill or a full disk cut short."""
-        lines = []
-        path = self.job.dir / "events.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                lines.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return [event for event in lines if event["time"] >= since]
+        """What events.jsonl says from `since` on (unix seconds)."""
+        return [event for event in faults.events(str(self.job.dir)) if event["time"] >= since]
 
     def steps(self) -> list[tuple[float, int]]:
         """(unix seconds, gradient step) of each publication but the first of an attempt, which follows no step."""
@@ -146,10 +140,11 @@ def stop_server(run: Run, seconds: float = 60.0) -> str:
     for process in stopped:
         process.suspend()
     time.sleep(seconds)
-    left = [p for p in stopped if p.is_running()]
+    left = [p for p in stopped if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     for process in left:
         process.resume()
-    return f"engine {engine} stopped for {seconds:g} s, {len(left)} of {len(stopped)} processes were left to go on"
+    assert not left, f"{len(left)} of {len(stopped)} processes of engine {engine}, stopped for {seconds:g} s, were still there"
+    return f"engine {engine} stopped, its {len(stopped)} processes were gone before they went on after {seconds:g} s"
 
 
 def is_in(process: psutil.Process, group: int) -> bool:
@@ -381,7 +376,7 @@ def disturbed(name: str, seed: int, steps: int, usual: list[tuple[float, float]]
     run = begin(name, seed, f"train.steps={steps}", *FAULTS[name].overrides)
     row, problems = [name, "not got over", "", "", ""], []
     try:
-        run.job.wait_for_step(run.random.randint(steps // 6, steps // 3))
+        run.job.wait_for_step(run.random.randint(3, max(3, steps // 6)))  # early: it must not end first
         outcome = disturb(run, name)
         row[1:3] = outcome.did, f"{outcome.recovery:.0f}"
         problems += finish(run)
@@ -398,13 +393,13 @@ def disturbed(name: str, seed: int, steps: int, usual: list[tuple[float, float]]
     return row, problems
 
 
-def quick(faults: list[str], seed: int) -> tuple[list[list[str]], list[str]]:
+def quick(names: list[str], seed: int) -> tuple[list[list[str]], list[str]]:
     """One run without end, faults one after another, and SIGTERM: the rows of the table, and what is wrong."""
     run = begin("quick", seed, "train.steps=100000", "train.lr=1e-6", *ISOLATED)
     rows, problems = [], []
     try:
         run.job.wait_for_step(2)
-        for name in faults:
+        for name in names:
             outcome = disturb(run, name)
             rows.append([name, outcome.did, f"{outcome.recovery:.0f}", "", ""])
             print(*rows[-1], flush=True)
@@ -423,7 +418,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, metavar="FAULT", help=f"default: all of {', '.join(FAULTS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the undisturbed runs; faults take turns")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="enough for an engine to come back before the last")
     parser.add_argument("--quick", action="store_true", help="one run, a few faults one after another")
     args = parser.parse_args()
     if args.quick and "full_disk" in (args.faults or []):
@@ -433,8 +428,8 @@ def main() -> int:
     if args.quick:
         rows, problems = quick(args.faults or list(QUICK), args.seeds[0])
     else:
-        faults = args.faults or list(FAULTS)
-        if "full_disk" in faults and "CHAOS_DISK" not in os.environ:
+        names = args.faults or list(FAULTS)
+        if "full_disk" in names and "CHAOS_DISK" not in os.environ:
             small_disk(ROOT / "runs" / "chaos" / f"full_disk_{seeds['full_disk']}")
         usual = []
         for seed in args.seeds:
@@ -442,7 +437,7 @@ def main() -> int:
             print(f"undisturbed, seed {seed}: pass rate {rate} {wrong or ''}", flush=True)
             usual.append(rate)
             problems += [f"undisturbed, seed {seed}: {problem}" for problem in wrong]
-        for name in faults:
+        for name in names:
             row, wrong = disturbed(name, seeds[name], args.steps, usual)
             print("; ".join(row), f"FAILED {wrong}" if wrong else "ok", flush=True)
             rows.append(row)

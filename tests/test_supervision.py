@@ -278,6 +278,24 @@ def test_a_stopped_server_is_stuck_and_is_started_again(job):
     assert "no token within faults.probe_timeout=1 s" in job.events("engine_down")[0]["why"]
 
 
+def test_a_stopped_server_is_stuck_also_while_publications_go_on(job):
+    job = job("faults.probe_every=0.5", "faults.probe_timeout=1", engine_ranks=1)
+
+    async def story(job):
+        (only,) = job.engines
+        os.killpg(only.server.process.pid, signal.SIGSTOP)
+        version = 0
+        while not job.events("engine_down"):
+            version += 1
+            assert version <= 20, "a learner that publishes without a pause hides that the server is stuck"
+            await job.publish(only, version)
+            await asyncio.sleep(0.2)
+        await job.until(lambda: only.status == engines.SERVING)
+        assert only.server.version == version and await held(only)
+
+    job.run(story)
+
+
 def test_a_slow_server_is_not_stuck(job):
     """A second for the first token of the probe, as behind a long prefill."""
     job = job("faults.probe_every=0.2", "faults.probe_timeout=3")
