@@ -8,6 +8,7 @@ probes it, and closes the breaker or starts the server again.
 """
 
 import asyncio
+import math
 import os
 import random
 import sys
@@ -50,6 +51,7 @@ class Engine:
         self.failed = ""  # why the server must be started again, where that is known already
         self.restarts: deque[float] = deque(maxlen=config.faults.restarts_per_hour or 1)  # when
         self.restarted = 0  # times in all
+        self.served_at = time.monotonic()  # when it last began to serve
         self.memory_gb = 0.0
         self.pause = 0.0  # seconds that generation stood still in the last publication
         # What the server must hold, bucket by bucket, in the memory of this rank: a server that is started again gets it
@@ -60,9 +62,15 @@ class Engine:
         self.loading: Optional[asyncio.Task] = None
 
     async def start(self) -> None:
-        """The first start; a server that does not come up is a mistake, not a fault. Raises EngineError."""
-        await self.launch()
-        self.tell(SERVING)
+        """The first start. A server that does not come up is a mistake, not a fault, unless one did in an earlier attempt
+        of the job. Raises EngineError."""
+        try:
+            await self.launch()
+            self.tell(SERVING)
+        except EngineError as error:
+            if not faults.has_moved(self.config.run.dir):
+                raise
+            self.failed = str(error)
 
     async def launch(self) -> None:
         began = time.monotonic()
@@ -76,6 +84,8 @@ class Engine:
         """Lets every rank know how the engine is."""
         if status != self.status:
             self.ranks.record("breaker", engine=self.index, before=self.status, now=status, why=first_line(why))
+            if self.status == DOWN:
+                self.served_at = time.monotonic()
         self.status = status
         known = sync.EngineRecord(status, self.server.url, self.server.version, self.doubts)
         self.state.tell_engine(self.index, known)
@@ -93,8 +103,9 @@ class Engine:
             self.ranks.record("engine_down", engine=self.index, why=why)
             print(f"engine {self.index} is started again: {first_line(why)}", file=sys.stderr, flush=True)
             self.failed = await self.stop()
-            now = time.monotonic()
-            recent = [t for t in self.restarts if now - t < HOUR]
+            # Those within an hour, and those that were in vain however long each of them took.
+            since = min(time.monotonic() - HOUR, self.served_at)
+            recent = [t for t in self.restarts if t > since]
             if len(recent) >= self.faults.restarts_per_hour:
                 return self.give_up(why)
             await asyncio.sleep(min(60.0, self.faults.backoff * 2 ** len(recent)))
@@ -126,7 +137,7 @@ class Engine:
         left = self.config.layout.engines - sum(e.status == GIVEN_UP for e in self.state.engines(self.config.layout.engines).values())
         if left < self.faults.min_engines:
             raise EngineError(
-                f"engine {self.index} failed after {len(self.restarts)} restarts within an hour "
+                f"engine {self.index} failed after {len(self.restarts)} restarts within an hour or in a row "
                 f"(faults.restarts_per_hour={self.faults.restarts_per_hour}), and {left} engines are fewer than "
                 f"faults.min_engines={self.faults.min_engines}: {why}"
             )
@@ -200,7 +211,7 @@ class Engine:
             self.copy_version = version
 
     async def load_published(self, version: int, arrived: asyncio.Queue) -> None:
-        first = self.server.version < 0
+        first = self.server.version < 0 and not faults.has_moved(self.config.run.dir)
         try:
             await self.load(version, arrived, self.config.sync.verify)
             self.tell(self.status)
@@ -224,29 +235,38 @@ class Engine:
     async def load(self, version: int, arrived: asyncio.Queue, verify: bool) -> None:
         """Loads the copy into the server, each bucket once its number is in `arrived`, while the next ones travel.
 
-        Running requests keep their tokens and their KV, and go on under the new version. Raises EngineError.
+        Running requests keep their tokens and their KV, and go on under the new version. Raises EngineError, also where the
+        server takes more than faults.probe_timeout over all of it: the next publication waits for that.
         """
+        left = self.faults.probe_timeout
+
+        async def tell(path: str, body: dict) -> None:
+            nonlocal left
+            began = time.monotonic()
+            await self.server.post(path, body, max(left, 0.01))  # aiohttp takes 0 for no limit
+            left -= time.monotonic() - began
+
         for i, bucket in enumerate(self.plan):
             await arrived.get()
             if i == 0:
                 paused_at = time.monotonic()
-                await self.server.post("/pause_generation", {"mode": "in_place"})
+                await tell("/pause_generation", {"mode": "in_place"})
                 self.server.version = version  # whatever is asked for from now on runs under it
-                await self.server.post("/begin_weight_update", {})
+                await tell("/begin_weight_update", {})
             body = {
                 "serialized_named_tensors": await asyncio.to_thread(share_bucket, self.copy[i], i, bucket, self.ranks),
                 "load_format": "flattened_bucket",
                 "flush_cache": False,  # a busy engine refuses to flush; extra_key keeps versions apart instead
                 "weight_version": str(version),
             }
-            await self.server.post("/update_weights_from_tensor", body)
-        await self.server.post("/end_weight_update", {})
+            await tell("/update_weights_from_tensor", body)
+        await tell("/end_weight_update", {})
         if verify:
             published = {}
             for flat, bucket in zip(self.copy, self.plan):
                 published |= sync.unpack(flat, bucket)
             await self.verify(published)
-        await self.server.post("/continue_generation", {"torch_empty_cache": False})
+        await tell("/continue_generation", {"torch_empty_cache": False})
         self.pause = time.monotonic() - paused_at
 
     async def verify(self, published: dict[str, torch.Tensor]) -> None:
@@ -317,8 +337,7 @@ def lend_device(config: Config, ranks: sync.Ranks, state: sync.RunState) -> None
     waits in a collective for what comes next, so it leaves it to the others to find out that the run stands still."""
     state.open()
     plan = state.plan()
-    patience = 2 * config.faults.stall_after
-    faults.Watchdog(patience, config.run.dir, ranks.record, lambda: {"doing": "waiting for the rank of its server"})
+    faults.Watchdog(math.inf, config.run.dir, ranks.record, lambda: {"doing": "waiting for the rank of its server"})
     sync.bucket_buffers(plan, ranks)
     while (i := command(-1, ranks)) >= 0:
         share_staged(sync.staging(ranks, plan[i]), plan[i], ranks)
@@ -353,28 +372,32 @@ class Engines:
         """`n` responses to one prompt, by engines that hold `version` or a later one. Where an engine fails, another one,
         or the same once it is well, goes on from the tokens that there are.
 
-        Raises EngineError where that happens more than faults.request_retries times: the request itself is at fault.
+        Raises EngineError where that happens more than faults.request_retries times without a further token: the request
+        itself is at fault.
         """
         drafts = [Draft() for _ in range(n)]
-        failures = 0
+        failures = most = 0
         while missing := [draft for draft in drafts if not draft.finish]:
             engine = await self.choose(version)
             try:
                 await engine.generate(prompt, missing, sampling)
             except EngineError as error:
-                failures += 1
+                tokens = sum(len(draft.ids) for draft in drafts)
+                failures = 1 if tokens > most else failures + 1
+                most = max(most, tokens)
                 cut = [draft for draft in missing if not draft.finish]
                 self.retried += len(cut)
                 self.avoided[engine.index] = self.state.doubt(engine.index)
-                tokens = sum(len(draft.ids) for draft in cut)
-                why = first_line(str(error))
-                self.ranks.record("retry", engine=engine.index, responses=len(cut), tokens=tokens, why=why)
+                why, came = first_line(str(error)), sum(len(draft.ids) for draft in cut)
+                self.ranks.record("retry", engine=engine.index, responses=len(cut), tokens=came, why=why)
                 if failures > self.config.faults.request_retries:
                     raise EngineError(
-                        f"a request of {len(prompt)} prompt tokens failed {failures} times "
+                        f"a request of {len(prompt)} prompt tokens failed {failures} times in a row "
                         f"(faults.request_retries={self.config.faults.request_retries}), the last time because {error}"
                     ) from error
                 version = max([version, *(v for draft in drafts for v in draft.versions[-1:])])
+                if failures > 1:  # the first time it is rather the engine's fault, and another one may go on at once
+                    await asyncio.sleep(min(60.0, self.config.faults.backoff * 2 ** (failures - 2)))
         return [draft.response() for draft in drafts]
 
     async def choose(self, version: int) -> Peer:

@@ -10,12 +10,15 @@ import faulthandler
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
 from typing import Callable, Iterator, Optional
+
+import psutil
 
 # ------------------------------------------------------------------------------------------------------ flight recorder
 
@@ -69,9 +72,12 @@ def attempt() -> int:
 
 def job() -> str:
     """Names this torchrun among all that have worked on a run directory. Without --standalone and --rdzv-id its run id is
-    "none": then by the process id of its agent."""
+    "none": then by its agent, of which a later one, after a reboot or in another container, may have the process id."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return run_id if run_id != "none" else f"agent {os.getppid()}"
+    if run_id != "none":
+        return run_id
+    agent = psutil.Process(os.getppid())
+    return f"agent {agent.pid} since {agent.create_time():.0f}"
 
 
 def _earlier(run_dir: str) -> list[dict]:
@@ -96,14 +102,13 @@ def final_end(run_dir: str) -> Optional[dict]:
 
 
 def has_moved(run_dir: str) -> bool:
-    """Whether this attempt has published the weights of a gradient step, or saved one."""
-    mine = []
+    """Whether any attempt of the job that has last begun in this directory has taken a gradient step."""
+    moved = False
     for event in events(run_dir):
-        if event["event"] == "start":
-            mine = []
-        mine.append(event)
-    saved = any(e["event"] == "checkpoint" and e["step"] > mine[0].get("step", 0) for e in mine)
-    return saved or sum(e["event"] == "publication" for e in mine) > 1
+        if event["event"] == "start" and event["attempt"] == 0:
+            moved = False
+        moved |= event["event"] == "first_step"
+    return moved
 
 
 # ------------------------------------------------------------------------------------------------------------- deadlines
@@ -160,7 +165,10 @@ class Watchdog:
         while (still := time.monotonic() - self.moved_at) < self.patience and not self.another_gave_up():
             time.sleep(min(1.0, self.patience / 10))
         threading.Timer(GRACE, os._exit, (1,)).start()  # whatever becomes of the words below
-        state = self.describe()
+        try:
+            state = self.describe()
+        except Exception as error:  # it reads what other threads change; the stacks must not be lost over it
+            state = {"doing": f"nobody knows what ({error!r})"}
         path = os.path.join(self.folder, f"rank_{self.record.rank}.txt")
         os.makedirs(self.folder, exist_ok=True)
         with open(path, "a") as f:
@@ -180,7 +188,8 @@ class Watchdog:
 
     def another_gave_up(self) -> bool:
         try:
-            return any(entry.stat().st_mtime > self.born for entry in os.scandir(self.folder))
+            stacks = [entry for entry in os.scandir(self.folder) if re.fullmatch(r"rank_\d+\.txt", entry.name)]
+            return any(entry.stat().st_mtime > self.born for entry in stacks)
         except FileNotFoundError:
             return False  # no rank ever has
 

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("grading")
 
 START_S = 120.0  # seconds for a worker to start and import what a grader needs; not part of a grade's deadline
+PAUSES = (0.0, 0.0, 1.0, 4.0, 16.0)  # seconds before each try to start one
 WORKER_BYTES = 4 << 30  # address space of a worker
 READY = b"ready"  # the worker has what the grader needs: its deadline starts
 
 
 class WorkerLost(Exception):
-    """The worker hung or died with this item; the text says which."""
+    """The worker hung or died with this item, or does not start again; the text says which."""
 
 
 def load(name: str) -> None:
@@ -81,7 +82,8 @@ class Worker:
 
     def __init__(self):
         self.process: subprocess.Popen | None = None
-        self.closed = False
+        self.loaded: set[str] = set()  # graders whose imports the process has
+        self.closed = threading.Event()
         self.lock = threading.Lock()  # between the thread that grades and the one that closes
 
     def start(self) -> None:
@@ -98,6 +100,7 @@ class Worker:
                 env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
             )
         self.channel = Connection(ours.detach())
+        self.loaded = set()
 
     def receive(self, timeout_s: float, what: str) -> bytes:
         if not self.channel.poll(timeout_s):
@@ -105,24 +108,27 @@ class Worker:
         return self.channel.recv_bytes()
 
     def grade(self, grader: str, text: str, answer: Any, timeout_s: float, row_id: str) -> tuple[float, str | None]:
-        """(score, why grading failed or None). Raises GraderError."""
+        """(score, why grading failed or None). Raises GraderError, and WorkerLost where no worker can be started."""
         job = {"grader": grader, "text": text, "answer": answer, "timeout_s": timeout_s, "row": row_id}
-        for last_try in (False, True):  # an idle worker may have been killed, by the kernel when memory ran out
+        lost = None
+        for pause in PAUSES:  # an idle worker may have been killed, by the kernel when memory ran out
+            self.closed.wait(pause)
             with self.lock:
-                if self.closed:
+                if self.closed.is_set():
                     return 0.0, "the graders were closed"
                 if self.process is None:
                     self.start()
             try:
                 self.channel.send_bytes(json.dumps(job).encode())
-                first = self.receive(START_S, "starting")
+                first = self.receive(timeout_s if grader in self.loaded else START_S, "starting")
                 break
             except (WorkerLost, EOFError, OSError) as error:
                 self.kill()
-                if last_try and not self.closed:
-                    raise GraderError(f"grader {grader}: its worker process does not start: {error!r}") from error
+                lost = error
         else:
-            return 0.0, "the graders were closed"
+            raise WorkerLost(f"grader {grader}: its worker process does not start: {lost!r}") from lost
+        if first == READY:
+            self.loaded.add(grader)
         try:
             reply = json.loads(self.receive(timeout_s, "grading") if first == READY else first)
         except (WorkerLost, EOFError, OSError) as error:
@@ -143,7 +149,7 @@ class Worker:
     def close(self) -> None:
         """No grade starts after this, and one that is being made ends at once."""
         with self.lock:
-            self.closed = True
+            self.closed.set()
             if self.process is not None:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -186,7 +192,7 @@ class GraderPool:
     async def score_all(self, row: "Row", text: str) -> tuple[dict[str, float], str | None]:
         """({grader: score in 0..1} in the order of `row.references`, which graders failed and why or None).
 
-        Raises GraderError where a grader returned something that is no score.
+        Raises GraderError where a grader returned something that is no score, and WorkerLost.
         """
         results = await asyncio.gather(*(self.score(row, reference, text) for reference in row.references))
         names = [reference.grader for reference in row.references]

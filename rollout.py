@@ -168,12 +168,13 @@ class EngineRank:
         self.engines = engine.Engines(config, ranks, self.state, self.engine)
         self.samplings = [  # one per stage of the length curriculum
             Sampling(
-                rollout.temperature, stage.max_tokens, rollout.top_p, rollout.top_k, rollout.mask_replay, prompts.routing
-            )
+                rollout.temperature, stage.max_tokens, rollout.top_p, rollout.top_k, rollout.mask_replay, prompts.routing,
+                prompts.vocab_size,
+            )  # fmt: skip
             for stage in config.stages
         ]
         # Always the longest limit: held-out numbers of one run are comparable, and no rise of theirs is a raised limit.
-        self.eval_sampling = Sampling(config.eval.temperature, rollout.max_tokens)
+        self.eval_sampling = Sampling(config.eval.temperature, rollout.max_tokens, vocab_size=prompts.vocab_size)
         self.requests = asyncio.Semaphore(max(1, rollout.max_concurrent // rollout.responses_per_request))
         self.running = 0  # requests that engines have
         self.totals = trajectory.EngineStats(self.engine.index)

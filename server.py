@@ -12,7 +12,6 @@ import asyncio
 import base64
 import binascii
 import ctypes
-import math
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import AsyncIterator, Optional
+from typing import AsyncIterator, Iterator, Optional
 
 import aiohttp
 import msgspec
@@ -56,6 +55,7 @@ class Sampling:
     top_k: int = 0
     mask_replay: bool = False
     routing: Optional[Routing] = None  # routing replay
+    vocab_size: int = 1 << 31  # a token id is below it
 
 
 @dataclass
@@ -72,8 +72,21 @@ class Response:
 
 
 def version_number(name: str) -> int:
-    """The version that a server calls by this name; -1 for the weights that it was started with."""
-    return -1 if name == "default" else int(name)
+    """The version that a server calls by this name; -1 for the weights that it was started with. Raises
+    ValueError and, where that is no string, TypeError."""
+    version = -1 if name == "default" else int(name, base=10)
+    if version not in range(-1, 1 << 31):
+        raise ValueError(f"weight version {name!r:.50}")
+    return version
+
+
+def are_tokens(ids: list, vocab_size: int) -> bool:
+    return all(type(i) is int and 0 <= i < vocab_size for i in ids)
+
+
+def are_logprobs(values: list) -> bool:
+    """Rounding may lift the logprob of a certain token a little above 0."""
+    return all(type(x) in (int, float) and -1e30 < x <= 1e-4 for x in values)
 
 
 @dataclass
@@ -111,8 +124,8 @@ class Draft:
             reason = meta["finish_reason"] and meta["finish_reason"].get("message", "")
             raise EngineError(f"response of {total} tokens (limit {sampling.max_tokens}) finished with {finish!r} {reason}")
         triples = meta["output_token_logprobs"]
-        if [t[1] for t in triples] != ids or not all(type(i) is int for i in ids):
-            raise EngineError(f"{len(triples)} logprobs do not belong to the {len(ids)} tokens of a response")
+        if [t[1] for t in triples] != ids or not are_tokens(ids, sampling.vocab_size):
+            raise EngineError(f"{len(triples)} logprobs do not belong to the {len(ids)} tokens of a response: {ids!r:.200}")
         if self.finish:
             raise EngineError(f"{len(ids)} more tokens of a response that was finished ({self.finish})")
         logp, kept = [t[0] for t in triples], []
@@ -120,22 +133,27 @@ class Draft:
             kept, logp = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
             if not len(kept) == len(logp) == len(ids) or not all(i in k for i, k in zip(ids, kept)):
                 raise EngineError("the sampler's kept ids do not contain the tokens that it sampled")
-        if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in logp):
-            raise EngineError(f"logprobs of a response: {logp[:20]}")
+            if not all(are_tokens(k, sampling.vocab_size) and len(set(k)) == len(k) < 1 << 16 for k in kept):
+                raise EngineError("the sampler's kept ids are no sets of tokens")
+        if not are_logprobs(logp):
+            raise EngineError(f"logprobs of a response: {logp!r:.200}")
         now = version_number(meta["weight_version"])
         before = self.versions[-1] if len(self.versions) > self.begun else now
         versions = self.versions + [before] * (len(ids) - 1) + [now] * bool(ids)
         experts = None
         if finish:
             spans, n = meta["weight_versions"], total - self.begun
-            exact = [version_number(s["version"]) for s in spans for _ in range(s["start"], s["end"])]
-            if len(exact) != n or [s["start"] for s in spans] != [0, *(s["end"] for s in spans[:-1])]:
-                raise EngineError(f"weight versions {spans} do not cover the {n} tokens of a response")
-            versions[self.begun :] = exact
+            starts, ends = [s["start"] for s in spans], [s["end"] for s in spans]
+            if [*starts, n] != [0, *ends] or [0, *ends] != sorted([0, *ends]):
+                raise EngineError(f"weight versions {spans!r:.200} do not cover the {n} tokens of a response")
+            versions[self.begun :] = [version_number(s["version"]) for s in spans for _ in range(s["start"], s["end"])]
             if sampling.routing:
                 experts = parse_experts(meta, meta["prompt_tokens"] + total - 1, sampling.routing)
+        counted = meta["prompt_tokens"], meta["cached_tokens"]
+        if not are_tokens(counted, 1 << 31):
+            raise EngineError(f"a response to {counted!r:.200} tokens")
         if not self.begun:  # of a request that goes on, the prompt holds tokens of the response
-            self.prompt_tokens, self.cached_tokens = meta["prompt_tokens"], meta["cached_tokens"]
+            self.prompt_tokens, self.cached_tokens = counted
         self.ids, self.logp, self.kept = self.ids + ids, self.logp + logp, self.kept + kept
         self.versions, self.finish, self.experts = versions, finish, experts
 
@@ -219,7 +237,7 @@ class Peer:
                 if answer["index"] not in range(len(drafts)):
                     raise self.blame(f"answered /generate with response {answer['index']!r} of {len(drafts)}")
                 drafts[answer["index"]].add(answer, sampling)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             raise self.blame(f"answered /generate with what is no response: {error!r:.300}") from error
         if cut := sum(not draft.finish for draft in drafts):
             raise self.blame(f"ended /generate with {cut} of {len(drafts)} responses unfinished")
@@ -243,22 +261,22 @@ class Peer:
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise self.blame(f"did not answer {path} ({error!r})") from error
 
-    async def post(self, path: str, body: dict) -> dict:
-        """A control call, answered within faults.probe_timeout. SGLang reports a refusal with status 200 or 400 and
+    async def post(self, path: str, body: dict, patience: Optional[float] = None) -> dict:
+        """A control call, answered within `patience` seconds (faults.probe_timeout). SGLang reports a refusal with status 200 or 400 and
         `success: false`: both are errors here."""
-        patience = aiohttp.ClientTimeout(self.config.faults.probe_timeout)
+        limit = aiohttp.ClientTimeout(self.config.faults.probe_timeout if patience is None else patience)
         try:
-            async with self.http.post(self.url + path, json=body, timeout=patience) as reply:
+            async with self.http.post(self.url + path, json=body, timeout=limit) as reply:
                 text = await reply.text(errors="replace")
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise self.blame(f"did not answer {path} ({error!r})") from error
         if reply.status != 200:
             raise self.blame(f"answered {path} with status {reply.status}: {text[:500]}")
         try:
-            answer = msgspec.json.decode(text) if text.startswith(("{", "[")) else {}
-        except ValueError as error:
+            answer = msgspec.json.decode(text, type=dict)
+        except (ValueError, RecursionError) as error:
             raise self.blame(f"answered {path} with {text[:200]!r}") from error
-        if isinstance(answer, dict) and answer.get("success") is False:
+        if answer.get("success") is False:
             raise self.blame(f"refused {path}: {text[:500]}")
         self.heard = time.monotonic()
         return answer
@@ -342,7 +360,7 @@ class Server(Peer):
             stderr=subprocess.STDOUT,
             env=env,
             cwd=os.path.dirname(self.log_path),  # not the repository: its module names must not shadow SGLang's
-            start_new_session=True,
+            process_group=0,
             preexec_fn=lambda: parent_death_signal(signal.SIGTERM),
         )
         self.starts += 1
@@ -362,13 +380,24 @@ class Server(Peer):
             except (aiohttp.ClientError, asyncio.TimeoutError):
                 pass  # not listening yet
             await asyncio.sleep(0.5)
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        self.workers = [p for p in family if p.ppid() == self.process.pid or p.name().startswith("sglang::")]
+        self.workers = list(self.lasting_children())
         self.heard = time.monotonic()
+
+    def lasting_children(self) -> Iterator[psutil.Process]:
+        """The server's processes without those that it starts for a moment."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if child.ppid() == self.process.pid or child.name().startswith("sglang::"):
+                    yield child
+            except psutil.NoSuchProcess:
+                pass
 
     def death(self) -> str:
         """Why the server is not alive, with its last lines; empty while it is."""
-        if (code := self.process.poll()) is not None:
+        process = self.process  # the watchdog asks from another thread
+        if process is None:
+            return f"engine {self.index} has no server"
+        if (code := process.poll()) is not None:
             return self.last_words(f"ended with exit code {code}")
         for worker in self.workers:  # SGLang notices the death of one too, seconds later
             try:
@@ -420,8 +449,9 @@ class Server(Peer):
 
 # The server runs under a shell that leads its process group and ends the whole of it on SIGTERM, which the kernel sends
 # when the rank dies. SGLang's children ask the kernel to die with their parent, but only once they are up: one that is
-# still importing when the server is killed would stay behind and hold the GPU.
-GUARD = ["sh", "-c", 'trap "kill -9 0" TERM; "$@" & wait $!', "sh"]
+# still importing when the server is killed would stay behind and hold the GPU. A stopped one (SIGSTOP) is woken: the group
+# is of the rank's session, so by its death it loses the last parent in there, and the kernel sends it SIGHUP and SIGCONT.
+GUARD = ["sh", "-c", 'trap "kill -9 0" HUP TERM; "$@" & wait $!', "sh"]
 
 
 def threads(config: Config) -> int:

@@ -12,6 +12,7 @@ model parallelism of our own (sharding is FSDP2's, serving parallelism is SGLang
 """
 
 import errno
+import fcntl
 import math
 import os
 import shutil
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Optional
+from typing import Optional, TextIO
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ import trajectory
 from batch import Batch, Buffer, Row, make_batches
 from configs import schema
 from configs.schema import Config, ConfigError, Stage
+from grading import WorkerLost
 from objective import batch_loss, importance_ratio, is_controlled, next_clip_k, ratio_and_bounds
 from objective import group_advantages, policy_loss  # noqa: F401 (train.policy_loss is where others look for it)
 from rewards import GraderError
@@ -380,6 +382,7 @@ class Learner:
         self.publish()
         if self.step == 0 or config.eval.every and self.step % config.eval.every == 0:
             self.ask_eval()
+        resumed = self.step
         while self.step < train.steps:
             clock.start()
             batch = self.next_batch()
@@ -389,6 +392,8 @@ class Learner:
             if metrics is None:
                 break
             self.step += 1
+            if self.ranks.is_first and self.step == resumed + 1:
+                self.ranks.record("first_step", step=self.step)
             self.moved()
             if is_controlled(train.objective):
                 self.k = next_clip_k(
@@ -615,12 +620,36 @@ def check_run_dir(config: Config) -> None:
             )
 
 
+def lock_run_dir(config: Config) -> TextIO:
+    """What keeps other runs out of the directory while it is open; the kernel closes it with the process. Raises
+    ConfigError."""
+    lock = open(os.path.join(config.run.dir, ".lock"), "a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"run.dir: another run is at work in {config.run.dir}; choose another one, or end that run") from error
+    return lock
+
+
 def write_config(config: Config) -> None:
     """Writes config.yaml of the run directory in one go: another rank may be reading it, in check_run_dir."""
     path = os.path.join(config.run.dir, "config.yaml")
     with open(path + ".partial", "w") as f:
         f.write(schema.to_yaml(config))
     os.replace(path + ".partial", path)
+
+
+def begin(config: Config, record: faults.Recorder, prompts: rollout.Prompts) -> None:
+    """Rank 0: says what begins."""
+    write_config(config)
+    print_ranks(config)
+    step = checkpoint.latest(config.run.dir)
+    record.start(max(0, step))
+    if step >= 0:
+        print(f"resuming {config.run.dir} after step {step} of {config.train.steps}")
+    if prompts.skipped:
+        print(f"{prompts.skipped} prompts of more than {prompts.room} tokens are skipped: with rollout.max_tokens they would "
+              "not fit the context")
 
 
 def disk_is_full(error: BaseException, folder: str) -> bool:
@@ -689,20 +718,13 @@ def main(argv: list[str]) -> int:
         os.execv(torchrun, command + ([path] if path else []) + argv)
     os.makedirs(os.path.join(config.run.dir, "logs"), exist_ok=True)
     record = faults.Recorder(config.run.dir, rank)
-    if rank == 0:
-        write_config(config)
-        print_ranks(config)
-        step = checkpoint.latest(config.run.dir)
-        record.start(max(0, step))
-        if step >= 0:
-            print(f"resuming {config.run.dir} after step {step} of {config.train.steps}")
-        if prompts.skipped:
-            print(f"{prompts.skipped} prompts of more than {prompts.room} tokens are skipped: with rollout.max_tokens they "
-                  "would not fit the context")
     transformers.logging.disable_progress_bar()
     server.parent_death_signal(signal.SIGKILL)  # torchrun's death: no rank outlives it
     arm_signals(config)
     try:
+        if rank == 0:
+            lock = lock_run_dir(config)  # noqa: F841
+            begin(config, record, prompts)
         ranks = sync.join(config)
         if ranks.role.kind == "engine":
             rollout.serve(config, ranks, prompts)
@@ -710,7 +732,7 @@ def main(argv: list[str]) -> int:
             record.end(0, "the run is finished", final=True)
         elif rank == 0:
             record.end(0, f"stopped and saved: {server.stop_signals or 'asked by another rank'}", final=False)
-    except (*FINAL, TimeoutError) as error:
+    except (*FINAL, WorkerLost, TimeoutError) as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         code = 2 if isinstance(error, ConfigError) else 1
         # After a signal it is likely to be another rank's fault that this one could not go on.

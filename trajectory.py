@@ -7,8 +7,10 @@ twice.
     Inbox, Outbox          their transport to rank 0 (ZeroMQ)
 """
 
+import hashlib
 import json
 import math
+import secrets
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -234,7 +236,7 @@ def decode_groups(content: bytes) -> list[Group]:
 
 # Groups and EvalParts are numbered from 1, per engine and per start of the job, and kept by their sender until the
 # inbox has acknowledged them. An EngineStats is not: the next one replaces it. A message is two frames: its body, and
-# before it a header (engine, sequence, answered, checksum of all four).
+# before it a header (engine, sequence, answered, checksum of all four under the inbox's key).
 #   sequence  its number; of an EngineStats: that of the last numbered message before it, so that a loss shows even
 #             where no further group follows
 #   answered  the last round of requests that its sender had answered in full before it
@@ -248,11 +250,13 @@ def decode_groups(content: bytes) -> list[Group]:
 RESENDS = 5  # times that one message is asked for again until the run is given up
 LOOK_EVERY = 0.25  # seconds between an outbox's looks at its receipt
 
-_header_decoder = msgspec.msgpack.Decoder(tuple[int, int, int, int])
+_header_decoder = msgspec.msgpack.Decoder(tuple[int, int, int, bytes])
 
 
-def _checksum(engine: int, sequence: int, answered: int, body: bytes) -> int:
-    return zlib.crc32(body, zlib.crc32(f"{engine} {sequence} {answered}".encode()))
+def _checksum(key: bytes, engine: int, sequence: int, answered: int, body: bytes) -> bytes:
+    digest = hashlib.blake2b(f"{engine} {sequence} {answered}:".encode(), digest_size=8, key=key)
+    digest.update(body)
+    return digest.digest()
 
 
 @dataclass
@@ -279,7 +283,8 @@ class Inbox:
         self.socket = zmq.Context.instance().socket(zmq.PULL)
         self.socket.set_hwm(0)
         port = self.socket.bind_to_random_port(f"tcp://{ranks.host}")
-        self.store.set("inbox", f"tcp://{ranks.host}:{port}")
+        self.key = secrets.token_bytes(16)  # what does not come from this attempt of the job is garbled
+        self.store.set("inbox", json.dumps([f"tcp://{ranks.host}:{port}", self.key.hex()]))
 
     def receive(self, timeout: float) -> Iterator[Message]:
         """What has arrived; waits up to `timeout` seconds for the first message. Acknowledged once all is taken out.
@@ -305,7 +310,7 @@ class Inbox:
         try:
             header, body = frames
             engine, sequence, answered, checksum = _header_decoder.decode(header)
-            if checksum != _checksum(engine, sequence, answered, body):
+            if checksum != _checksum(self.key, engine, sequence, answered, body):
                 raise ValueError(f"the checksum does not fit its {len(body)} bytes")
             message = decode(body)
         except (ValueError, msgspec.DecodeError) as error:
@@ -363,7 +368,9 @@ class Outbox:
         self.socket.set_hwm(0)
         # Once a rank closes this, the learner has saved without what is still on the way, or is gone.
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(self.store.get("inbox").decode())
+        url, key = json.loads(self.store.get("inbox"))
+        self.key = bytes.fromhex(key)
+        self.socket.connect(url)
 
     @property
     def is_full(self) -> bool:
@@ -377,7 +384,7 @@ class Outbox:
         self.post(self.sequence, body)
 
     def post(self, sequence: int, body: bytes) -> None:
-        checksum = _checksum(self.engine, sequence, self.answered, body)
+        checksum = _checksum(self.key, self.engine, sequence, self.answered, body)
         header = msgspec.msgpack.encode((self.engine, sequence, self.answered, checksum))
         self.socket.send_multipart([header, body], zmq.NOBLOCK, copy=False)  # no copy: waiting and kept are one memory
 

@@ -70,6 +70,7 @@ def main() -> int:
     args = parser.parse_args()
     run_dir = ROOT / "runs" / "soak"
     shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(exist_ok=True)
     # At this learning rate the policy stays what it is: so does the length of responses, and the load.
     job = Job(
         run_dir, TORCHRUN, f"layout.engines={ENGINES}", "layout.threads=1", "wandb.mode=offline", "train.steps=1000000",
@@ -105,7 +106,7 @@ def main() -> int:
             problems.append(f"{what} ({pid}) was seen {len(points)} of {longest} times")
             continue
         b, error = slope(table[:, 0], table[:, 2])
-        grows = b > max(3 * error, FLAT)
+        grows = bool(b > max(3 * error, FLAT))
         if grows:
             problems.append(f"{what} ({pid}) grows")
         first, last = table[0], table[-1]

@@ -4,6 +4,7 @@ Its next token is a function of all before it, so a response that several server
 single server would have given. POST /behave {"mode": ...} says how it goes on:
     ok | 500 | garbage | cut (the connection, after three tokens) | slow (a second before each token) | die (after three tokens)
     | die:/path (when that path is asked for) | poison (dies on any request whose prompt starts with token 13)
+    | refuse (500 to all but probes) | slow calls (half a second before the answer to each but /generate)
 """
 
 import argparse
@@ -42,6 +43,8 @@ class Server:
         if request.path == "/generate":
             return await self.generate(request)
         body = await request.json() if request.can_read_body else {}
+        if self.mode == "slow calls":
+            await asyncio.sleep(0.5)
         if request.path == "/behave":
             self.mode = body["mode"]
         elif request.path == "/pause_generation":
@@ -60,7 +63,7 @@ class Server:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.keys.append(body["extra_key"])
-        if self.mode == "500":
+        if self.mode == "500" or self.mode == "refuse" and body["input_ids"] != [[0]]:
             return web.Response(status=500, text="out of luck")
         if self.mode == "poison" and body["input_ids"][0][0] == 13:
             self.die()

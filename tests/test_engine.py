@@ -10,6 +10,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -335,6 +336,53 @@ def test_a_response_in_pieces_is_the_one_in_one_piece():
         assert pieces.versions == [3, 3, 4][: i + 1]
     for one, other in zip(vars(whole).values(), vars(pieces.response()).values()):
         assert np.array_equal(one, other)
+
+
+NASTY = [
+    None, True, -1, 0, 2, 7, 200, 2**31, 2**63, 10**400, -0.5, 1.5, 1e308, float("nan"), float("inf"), "", "5", "default", "9" * 30,
+    [], [5], [[]], [None] * 3, [5, 5], [2**40], {}, {"type": "stop"}, {"version": "3", "start": 0, "end": 10**12}, "\ud800",
+]  # fmt: skip
+
+
+def places(value, path=()):
+    """Every place within an answer."""
+    if path:
+        yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from places(part, (*path, key))
+
+
+@pytest.mark.parametrize("mask_replay", [False, True])
+def test_whatever_stands_in_an_answer_it_is_refused_or_is_a_whole_rollout(mask_replay):
+    rng = random.Random(0)
+    sampling = Sampling(0.7, 8, 0.9, 64, mask_replay, vocab_size=100)
+    everywhere = list(places(ANSWER))
+    taken = 0
+    for _ in range(5000):
+        answer, draft = copy.deepcopy(ANSWER), Draft()
+        for *way, last in rng.sample(everywhere, rng.choice([1, 1, 2, 3])):
+            part = answer
+            try:
+                for key in way:
+                    part = part[key]
+                if rng.random() < 0.2:
+                    del part[last]
+                else:
+                    part[last] = copy.deepcopy(rng.choice(NASTY))
+            except (KeyError, IndexError, TypeError):
+                pass  # the place went with an earlier change
+        try:
+            draft.add(answer, sampling)
+        except (EngineError, KeyError, IndexError, TypeError, ValueError):
+            assert draft == Draft(), "nothing of it is kept"
+            continue
+        if draft.finish and min(draft.versions) >= 0:
+            taken += 1
+            r = rollout.to_rollout([5, 6], draft.response(), "", 0.0, None)
+            r.check(100)
+            assert (r.kept_ids is not None) == mask_replay
+    assert taken > 50
 
 
 def test_more_tokens_than_asked_for_is_an_error():

@@ -8,6 +8,7 @@ import time
 import types
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -115,6 +116,13 @@ def test_a_rank_that_is_stuck_in_a_collective_is_caught(model_dir, tmp_path):
     assert "in be_stuck_in_a_collective" in (tmp_path / "stall" / "rank_1.txt").read_text(), "the others write theirs too"
 
 
+def test_stacks_are_written_also_where_the_rank_cannot_say_what_it_does(tmp_path):
+    program = STUCK.replace('lambda: {"doing": "testing", "step": 7}', "lambda: None.poll()")
+    done = subprocess.run([sys.executable, "-c", program, tmp_path, "0", "5"], cwd=ROOT, capture_output=True, timeout=60, text=True)
+    assert done.returncode == 1 and "while nobody knows what (AttributeError" in done.stderr
+    assert " in never\n" in (tmp_path / "stall" / "rank_0.txt").read_text()
+
+
 def test_it_does_not_fire_while_the_run_moves_nor_before_its_first_publication(tmp_path):
     program = STUCK.replace("never()\n\nasyncio", "[(watchdog.saw(n), time.sleep(0.2)) for n in range(10)]\n\nasyncio")
     early = program.replace("range(10)", "[0] * 10").replace("watchdog.saw(1)", "pass")
@@ -131,6 +139,8 @@ def test_stacks_of_an_earlier_attempt_end_no_run(tmp_path):
     record = faults.Recorder(tmp_path, 0)
     watchdog = faults.Watchdog.__new__(faults.Watchdog)
     watchdog.folder, watchdog.born, watchdog.record = tmp_path / "stall", time.time() - 1, record
+    assert not watchdog.another_gave_up()
+    (tmp_path / "stall" / "rank_1.txt.swp").write_text("somebody reads it\n")
     assert not watchdog.another_gave_up()
     (tmp_path / "stall" / "rank_2.txt").write_text("now\n")
     assert watchdog.another_gave_up()
@@ -223,7 +233,12 @@ def test_without_a_run_id_a_job_is_known_by_its_agent(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     faults.Recorder(tmp_path, 0).start(0)
     assert faults.began(tmp_path)
+    agent = os.getppid()
     monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not faults.began(tmp_path)
+    monkeypatch.setattr(os, "getppid", lambda: agent)
+    assert faults.began(tmp_path)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: 5.0)  # a container later, with the same number
     assert not faults.began(tmp_path)
 
 
@@ -249,8 +264,15 @@ def run_main(model_dir, tmp_path, monkeypatch):
                 return what
 
         monkeypatch.setattr(train, "Learner", Learner)
-        return train.main([f"model.path={model_dir}", f"run.dir={tmp_path}", "wandb.mode=disabled", *overrides])
+        locks = []
+        monkeypatch.setattr(train, "lock_run_dir", lambda config: locks.append(lock(config)))
+        try:
+            return train.main([f"model.path={model_dir}", f"run.dir={tmp_path}", "wandb.mode=disabled", *overrides])
+        finally:
+            for held in locks:  # as the end of a process does
+                held.close()
 
+    lock = train.lock_run_dir
     return run
 
 
@@ -291,17 +313,37 @@ def test_a_slip_in_the_code_is_tried_again_only_where_the_run_had_moved(moved, r
 
     def learn(self):
         record = faults.Recorder(tmp_path, 0)
-        for version in range(1 + moved):
-            record("publication", version=version)
+        record("publication", version=0)
+        if moved:
+            record("first_step", step=1)
         raise Slip("in an edited script")
 
+    attempt(0, "an earlier one")
+    with pytest.raises(Slip):
+        run_main(lambda self: learn(self) if moved else faults.Recorder(tmp_path, 0)("first_step", step=1) or learn(self))
     attempt(0)
     with pytest.raises(Slip):
         run_main(learn)
     attempt(1)
     capsys.readouterr()
+    if moved:
+        with pytest.raises(Slip):  # before the first step of this attempt; the job has moved all the same
+            run_main(Slip("again"))
+        attempt(2)
     assert run_main(True) == (0 if moved else 1)
     assert moved or capsys.readouterr().err == "not tried again: Slip: in an edited script\n"
+
+
+def test_two_runs_do_not_share_a_directory(run_main, attempt, tmp_path, capsys):
+    attempt(0)
+    with train.lock_run_dir(types.SimpleNamespace(run=types.SimpleNamespace(dir=str(tmp_path)))):
+        assert run_main(True) == 2
+        assert capsys.readouterr().err == (
+            f"error on rank 0: run.dir: another run is at work in {tmp_path}; choose another one, or end that run\n"
+        )
+    assert not (tmp_path / "config.yaml").exists()
+    attempt(0, "later")
+    assert run_main(True) == 0
 
 
 def test_an_engine_that_was_told_to_stop_while_it_started_ends_no_job(run_main, attempt, monkeypatch):

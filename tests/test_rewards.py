@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import grading
 import rewards
 import sandbox
 from configs.schema import ConfigError
@@ -573,9 +574,10 @@ def test_what_a_grader_needs_and_is_missing_stops_the_run(forked):
 
 def test_a_worker_that_cannot_start_stops_the_run(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr(grading, "PAUSES", (0.0, 0.1))
     pool = GraderPool(workers=1, timeout_s=20.0)
     try:
-        with pytest.raises(GraderError, match="grader format: its worker process does not start"):
+        with pytest.raises(grading.WorkerLost, match="grader format: its worker process does not start"):
             grade_all(pool, [(Row("format", "a"), "a")])
     finally:
         pool.close()

@@ -11,10 +11,13 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 import types
 
 import numpy as np
+import psutil
 import pytest
 import tiny
 import torch
@@ -245,7 +248,7 @@ def test_a_request_that_no_engine_survives_ends_the_run(job):
     async def story(job):
         for e in job.engines:
             await job.behave(e, "poison")
-        with pytest.raises(EngineError, match=r"failed 3 times \(faults.request_retries=2\).*did not answer /generate"):
+        with pytest.raises(EngineError, match=r"failed 3 times in a row \(faults.request_retries=2\).*did not answer /generate"):
             failing = asyncio.create_task(job.asks[0].generate([13], 1, Sampling(1.0, 8), 0))
             while not failing.done():  # a server that is started again does not remember
                 for e in job.engines:
@@ -256,6 +259,45 @@ def test_a_request_that_no_engine_survives_ends_the_run(job):
                             pass
                 await asyncio.sleep(0.02)
             await failing
+
+    job.run(story)
+
+
+def test_a_request_that_gets_on_between_deaths_is_not_at_fault(job):
+    """More deaths than a request may have in a row, with tokens before each of them."""
+    job = job("faults.request_retries=1", "faults.restarts_per_hour=20", engine_ranks=1)
+
+    async def story(job):
+        (only,) = job.engines
+        request = asyncio.create_task(job.asks[0].generate(PROMPT, 1, Sampling(1.0, 30), 0))
+        while not request.done():
+            if only.status == engines.SERVING:
+                try:
+                    await job.behave(only, "cut")
+                except EngineError:
+                    pass
+            await asyncio.sleep(0.02)
+        job.check(await request, 30)
+        assert len(job.events("retry")) > 3
+
+    job.run(story)
+
+
+def test_retries_of_a_request_leave_the_engines_time_to_recover(job):
+    """Both refuse it four times, and answer every probe."""
+    job = job("faults.request_retries=4", "faults.backoff=0.2")
+
+    async def story(job):
+        for e in job.engines:
+            await job.behave(e, "refuse")
+        request = asyncio.create_task(job.asks[0].generate(PROMPT, 1, Sampling(1.0, 8), 0))
+        await job.until(lambda: len(job.events("retry")) == 4)
+        for e in job.engines:
+            await job.behave(e, "ok")
+        job.check(await request, 8)
+        assert not job.events("engine_down")
+        times = [e["time"] for e in job.events("retry")]
+        assert times[2] - times[1] >= 0.2 and times[3] - times[2] >= 0.4
 
     job.run(story)
 
@@ -337,6 +379,46 @@ def test_too_many_restarts_give_the_engine_up_and_the_others_go_on(job):
     job.run(story)
 
 
+def test_restarts_that_are_in_vain_count_however_long_they_take(job, monkeypatch):
+    monkeypatch.setattr(engines, "HOUR", 0.0)  # each takes an hour
+    job = job("faults.restarts_per_hour=2")
+
+    async def story(job):
+        first, second = job.engines
+        monkeypatch.setattr(first.server, "command", lambda *args: ["false"])
+        os.killpg(first.server.process.pid, signal.SIGKILL)
+        await job.until(lambda: first.status == engines.GIVEN_UP)
+        assert first.restarted == 2 and second.status == engines.SERVING
+
+    job.run(story)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_first_start_that_fails_is_a_fault_only_in_a_job_that_has_moved(job, moved, monkeypatch):
+    job = job(engine_ranks=1)
+    (only,) = job.engines
+    real, tries = only.server.command, []
+
+    def command(*args):
+        tries.append(args)
+        return real(*args) if len(tries) > 1 else ["false"]
+
+    monkeypatch.setattr(only.server, "command", command)
+    if moved:
+        only.ranks.record("first_step", step=1)
+
+    async def story(job):
+        await job.until(lambda: only.status == engines.SERVING)
+        assert len(tries) == 2 and only.server.version == 0 and await held(only)
+        job.check(await job.asks[0].generate(PROMPT, 1, Sampling(1.0, 8), 0), 8)
+
+    if moved:
+        job.run(story)
+    else:
+        with pytest.raises(EngineError, match="ended with exit code 1"):
+            job.run(story)
+
+
 def test_below_min_engines_the_run_ends_with_the_engines_last_lines(job):
     job = job("faults.restarts_per_hour=0", "faults.min_engines=2")
 
@@ -348,11 +430,66 @@ def test_below_min_engines_the_run_ends_with_the_engines_last_lines(job):
     job.run(story)
 
 
+RANK = """
+import asyncio, os, sys, time
+sys.path[:0] = [{tests!r}, {root!r}]
+import server, tiny
+
+os.makedirs({folder!r} + "/logs")
+hosted = server.Server(tiny.config({model!r}, {folder!r}), {model!r}, 0, [], {folder!r} + "/logs/engine_0.log")
+fake = [sys.executable, {tests!r} + "/fake_sglang.py", "--stream-interval", "4", "--port"]
+hosted.command = lambda host, port, base_gpu: fake + [str(port)]
+asyncio.run(hosted.start())
+print(hosted.process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("own_session", [False, True])
+def test_no_server_outlives_its_rank(model_dir, tmp_path, stopped, own_session):
+    tests = os.path.dirname(os.path.abspath(__file__))
+    program = RANK.format(tests=tests, root=os.path.dirname(tests), folder=str(tmp_path / "run"), model=str(model_dir))
+    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=own_session)
+    try:
+        group = int(rank.stdout.readline())
+        if stopped:
+            os.killpg(group, signal.SIGSTOP)
+    finally:
+        rank.kill()
+        rank.wait()
+    deadline = time.monotonic() + 60
+    while any(is_living_in(p, group) for p in psutil.process_iter()):
+        assert time.monotonic() < deadline, "the server goes on without its rank"
+        time.sleep(0.05)
+
+
+def is_living_in(process, group):
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+
+
 # --------------------------------------------------------------------------------------------------------------- weights
 
 STEPS = [
     "/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation",
 ]  # fmt: skip
+
+
+def test_a_server_that_is_slow_at_every_step_holds_a_publication_up_no_longer_than_probe_timeout(job):
+    job = job("faults.probe_timeout=1.5", engine_ranks=1)
+
+    async def story(job):
+        (only,) = job.engines
+        await job.behave(only, "slow calls")
+        await job.publish(only, 1)  # seven calls of half a second
+        assert "did not answer /" in only.failed
+        await job.until(lambda: only.status == engines.SERVING and only.restarted == 1)
+        assert only.server.version == 1 and await held(only)
+
+    job.run(story)
 
 
 @pytest.mark.parametrize("path", STEPS)
@@ -472,7 +609,7 @@ def publish_to_two_ranks(cfg, ranks):
         hosted = engines.Engine(cfg, ranks, state, cfg.model.path, [1])
         hosted.status = engines.SERVING
 
-        async def post(path, body):
+        async def post(path, body, patience):
             handed.append((path, body.get("serialized_named_tensors")))
 
         hosted.server.post = post

@@ -292,7 +292,7 @@ def test_sending_to_a_process_that_is_stopped_does_not_wait_or_fail():
     """Its kernel takes the connection, and nothing reads."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         ranks = types.SimpleNamespace(store=dist.HashStore(), record=None, role=sync.Role(1, "engine", 0, 0), host="127.0.0.1")
-        ranks.store.set("inbox", f"tcp://127.0.0.1:{stopped.getsockname()[1]}")
+        ranks.store.set("inbox", json.dumps([f"tcp://127.0.0.1:{stopped.getsockname()[1]}", "00" * 16]))
         outbox = trajectory.Outbox(ranks, 2000)
         for n in range(2000):
             outbox.send(tiny.group(np.random.default_rng(0), n))
@@ -393,6 +393,16 @@ def test_rejected_groups_stop_at_the_limit_while_the_learner_is_busy_and_go_on_w
         assert engine.outbox.socket.closed
 
     asyncio.run(main())
+
+
+def test_a_message_of_another_attempt_is_no_message_of_this_one():
+    """Its rank may live a little longer, and ports come again."""
+    inbox, _, events = ends(fault=lambda frames: [frames])
+    _, (stranger,), _ = ends(fault=lambda frames: [frames])
+    stranger.send(tiny.group(np.random.default_rng(0), 7))
+    inbox.socket.arrived = stranger.socket.arrived
+    assert list(inbox.receive(0)) == [] and [e["event"] for e in events] == ["garbled_message"]
+    assert not inbox.received
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs
