@@ -18,6 +18,7 @@ from typing import Optional
 
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 import faults
 import sync
@@ -273,13 +274,18 @@ class Engine:
         """Compares every parameter of the server with what was published, by the names of the HF checkpoint, bitwise (by
         SHA-256). Raises WrongWeights."""
         answer = await self.server.post("/weights_checker", {"action": "checksum"})
-        held = {n: c for rank in answer["ranks"] for n, c in rank["checksums"].items()}
-        expected = await asyncio.to_thread(sync.engine_checksums, published)
-        wrong = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
-        if wrong:
-            raise WrongWeights(
-                f"engine {self.index}: {len(wrong)} of {len(expected)} parameters differ from the learner's: {wrong[:5]}"
-            )
+        size, kv_heads = self.config.layout.engine_tp, AutoConfig.from_pretrained(self.server.model_path).num_key_value_heads
+        try:
+            held = {rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]}
+        except (KeyError, IndexError, TypeError) as error:
+            raise self.server.blame(f"answered /weights_checker with {answer!r:.200}") from error
+        for rank in range(size):
+            expected = await asyncio.to_thread(sync.engine_checksums, published, kv_heads, rank, size)
+            mine = held.get(rank, {})
+            wrong = sorted(name for name in mine.keys() | expected.keys() if mine.get(name) != expected.get(name))
+            if wrong:
+                where = f"engine {self.index}" + f", tensor-parallel rank {rank}" * (size > 1)
+                raise WrongWeights(f"{where}: {len(wrong)} of {len(expected)} parameters differ from the learner's: {wrong[:5]}")
 
     async def release_lenders(self) -> None:
         """The end of the run for the other ranks of this engine."""

@@ -348,6 +348,10 @@ class Server(Peer):
         ours = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "OMP_NUM_THREADS")
         env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         env["OMP_NUM_THREADS"] = str(threads(self.config))
+        if self.config.layout.engine_tp > 1 and not torch.cuda.is_available():
+            # SGLang wants a NUMA node for each tensor-parallel rank, or to be told which cores it may use.
+            cores = [i % os.cpu_count() for i in range(self.config.layout.engine_tp)]
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
         self.version, self.workers = -1, []
         self.held = hold_port(host)
         port = self.held.getsockname()[1]

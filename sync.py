@@ -469,22 +469,36 @@ FUSED_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_pro
 VOCAB_PADDING = 64  # SGLang pads the rows of an embedding to a multiple of this, with zeros
 
 
-def engine_checksums(sent: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The checksum that SGLang's /weights_checker must report for each parameter, computed from the parameters as the
-    learner sent them (CPU tensors by HF name): the first 8 bytes of the SHA-256 of its bytes, in hex."""
+def engine_checksums(sent: dict[str, torch.Tensor], kv_heads: int, tp_rank: int = 0, tp_size: int = 1) -> dict[str, str]:
+    """The checksum that SGLang's /weights_checker must report for each parameter of a tensor-parallel rank, computed from
+    the parameters as the learner sent them (CPU tensors by HF name): the first 8 bytes of the SHA-256 of its bytes, in
+    hex. `kv_heads`: of the model."""
     held: dict[str, list[torch.Tensor]] = {}
     for name in sorted(sent, key=_place_in_engine):
-        held.setdefault(_place_in_engine(name)[0], []).append(sent[name])
+        held.setdefault(_place_in_engine(name)[0], []).append(shard(name, sent[name], kv_heads, tp_rank, tp_size))
     checksums = {}
     for name, parts in held.items():
         digest = hashlib.sha256()
         for part in parts:
             digest.update(memoryview(part.contiguous().reshape(-1).view(torch.uint8).numpy()))
-        if name.split(".")[-2] in ("embed_tokens", "lm_head"):
-            missing_rows = -part.shape[0] % VOCAB_PADDING
-            digest.update(bytes(missing_rows * part.shape[1] * part.itemsize))
         checksums[name] = digest.hexdigest()[:16]
     return checksums
+
+
+def shard(name: str, tensor: torch.Tensor, kv_heads: int, tp_rank: int, tp_size: int) -> torch.Tensor:
+    """What one of `tp_size` tensor-parallel ranks of SGLang holds of a tensor of the checkpoint: rows of what computes heads,
+    hidden units or logits, columns of what adds them up, and all of the rest. Where there are more ranks than key and value
+    heads, several share one."""
+    module = name.split(".")[-2]
+    if module in ("embed_tokens", "lm_head"):
+        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, -len(tensor) % VOCAB_PADDING))
+    if module in ("k_proj", "v_proj") and tp_size > kv_heads:
+        return tensor.chunk(kv_heads)[tp_rank * kv_heads // tp_size]
+    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
+        return tensor.chunk(tp_size)[tp_rank]
+    if module in ("o_proj", "down_proj") and tensor.dim() == 2:
+        return tensor.chunk(tp_size, dim=1)[tp_rank]
+    return tensor
 
 
 def _place_in_engine(name: str) -> tuple[str, int, int]:

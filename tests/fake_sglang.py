@@ -57,7 +57,7 @@ class Server:
             self.version = body["weight_version"]
         elif request.path == "/weights_checker":
             sums = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in self.held.items()}
-            return web.json_response({"ranks": [{"checksums": sums}]})
+            return web.json_response({"ranks": [{"checksums": sums, "parallelism_info": [{"tp_rank": 0}]}]})
         return web.json_response({"success": True, "version": self.version, "calls": self.calls, "keys": self.keys})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:

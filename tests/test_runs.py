@@ -295,6 +295,23 @@ def test_two_engines_on_policy_then_an_engine_rank_is_killed(start):
 
 
 @pytest.mark.engine
+def test_both_parts_of_a_tensor_parallel_engine_hold_the_learners_weights_also_after_its_death(start):
+    """sync.verify and a restart compare every shard bitwise; that it samples under them shows in the logprobs."""
+    job = start("parallel", "layout.engine_tp=2", "sync.verify=true", "staleness.max=0", "train.steps=1000", world=3)
+    job.wait_for_step(3)
+    (up,) = (e for e in job.lines("events.jsonl") if e["event"] == "engine_up")
+    assert sum("scheduler_TP" in name for name in up["processes"]) == 2
+    os.killpg(up["group"], signal.SIGKILL)
+    job.wait_for_step(max(line["step"] for line in job.lines("metrics.jsonl")) + 4)
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_gone()
+    metrics, events = job.lines("metrics.jsonl"), job.lines("events.jsonl")
+    assert [e["now"] for e in events if e["event"] == "breaker"] == ["serving", "down", "serving"]
+    assert all(line["train/mismatch_max"] < 1e-3 and line["staleness/max"] == 0 for line in metrics)
+    assert events[-1]["event"] == "end" and events[-1]["code"] == 0
+
+
+@pytest.mark.engine
 def test_a_job_goes_on_by_itself_when_a_rank_is_killed(start):
     """torchrun starts the ranks again; no prompt is lost or learned from twice."""
     torchrun = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

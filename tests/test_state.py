@@ -558,10 +558,38 @@ def test_checksums_are_of_the_matrices_as_the_engine_fuses_them(model_dir):
             tensor = torch.cat([tensor, torch.zeros(128 - 112, tensor.shape[1])])  # rows up to a multiple of 64
         expected[name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
     shuffled = dict(sorted(sent.items(), key=lambda item: hash(item[0])))
-    assert sync.engine_checksums(sent) == expected == sync.engine_checksums(shuffled)
+    assert sync.engine_checksums(sent, 2) == expected == sync.engine_checksums(shuffled, 2)
 
     name = "model.layers.1.mlp.up_proj.weight"
     sent[name] = sent[name].clone()
     sent[name][3, 5] = torch.nextafter(sent[name][3, 5], torch.tensor(9.0))
-    changed = sync.engine_checksums(sent)
+    changed = sync.engine_checksums(sent, 2)
     assert [n for n in changed if changed[n] != expected[n]] == ["model.layers.1.mlp.gate_up_proj.weight"]
+
+
+def test_checksums_of_a_tensor_parallel_rank_are_of_its_part(model_dir):
+    """4 heads and 2 key-value heads of 16, 128 hidden units, 112 ids: rank 1 of 2, and rank 2 of 4, which shares a head."""
+    lm = AutoModelForCausalLM.from_pretrained(model_dir)
+    sent = {name: p.detach() for name, p in sync.published_parameters(lm).items()}
+    layer = "model.layers.1."
+    q, k, v, o = (sent[f"{layer}self_attn.{part}_proj.weight"].numpy() for part in "qkvo")
+    gate, up, down = (sent[f"{layer}mlp.{part}_proj.weight"].numpy() for part in ("gate", "up", "down"))
+    ids = np.concatenate([sent["model.embed_tokens.weight"].numpy(), np.zeros((16, 64), np.float32)])
+    parts = {
+        (1, 2): {
+            "self_attn.qkv_proj": np.concatenate([q[32:64], k[16:32], v[16:32]]), "self_attn.o_proj": o[:, 32:],
+            "mlp.gate_up_proj": np.concatenate([gate[64:], up[64:]]), "mlp.down_proj": down[:, 64:],
+        },
+        (2, 4): {
+            "self_attn.qkv_proj": np.concatenate([q[32:48], k[16:32], v[16:32]]), "self_attn.o_proj": o[:, 32:48],
+            "mlp.gate_up_proj": np.concatenate([gate[64:96], up[64:96]]), "mlp.down_proj": down[:, 64:96],
+        },
+    }  # fmt: skip
+    rows = {(1, 2): ids[64:], (2, 4): ids[64:96]}
+    for place, expected in parts.items():
+        checksums = sync.engine_checksums(sent, 2, *place)
+        expected = {f"{layer}{name}.weight": part for name, part in expected.items()}
+        expected |= {"model.embed_tokens.weight": rows[place], "model.norm.weight": sent["model.norm.weight"].numpy()}
+        for name, part in expected.items():
+            assert checksums[name] == hashlib.sha256(part.tobytes()).hexdigest()[:16], (place, name)
+        assert checksums.keys() == sync.engine_checksums(sent, 2).keys()
