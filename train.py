@@ -478,7 +478,7 @@ class Learner:
         if self.ranks.is_first and self.eval_asked >= 0:
             parts = self.evals.setdefault(self.eval_asked, [])
             if self.wait_for(lambda: len(parts) == self.config.layout.engines, "an evaluation"):
-                self.log.evaluation(self.eval_asked, parts, self.config.eval.k)
+                self.log.evaluation(self.eval_asked, self.evals.pop(self.eval_asked), self.config.eval.k)
                 seconds = round(time.monotonic() - self.eval_asked_at, 3)
                 self.ranks.record("evaluation", step=self.eval_asked, seconds=seconds)
                 self.eval_asked = -1

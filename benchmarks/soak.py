@@ -3,7 +3,7 @@
     python benchmarks/soak.py [--minutes 30] [--every 10] [key=value ...]
 
 A run of the tiny config with two engines, in runs/soak, that SIGTERM ends. Of each process, every few seconds: resident
-memory (RSS) and the part of it that no other process shares (USS). The slope is that of a least-squares line through USS,
+memory (RSS) and the part of it that no other process shares (USS), which also go to runs/soak/memory.jsonl. The slope is that of a least-squares line through USS,
 from WARM of the time on, with its standard error; it is not flat where it is more than three of those and FLAT MB per hour
 above 0. Exit code 1 where one is not flat, a process came or went, the run has stumbled, or is not gone after 30 s.
 """
@@ -71,10 +71,12 @@ def main() -> int:
     run_dir = ROOT / "runs" / "soak"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(exist_ok=True)
-    # At this learning rate the policy stays what it is: so does the length of responses, and the load.
+    # At this learning rate the policy stays what it is: so does the length of responses, and the load. The KV cache is so
+    # small that it is full, and every page of it touched, within minutes.
     job = Job(
         run_dir, TORCHRUN, f"layout.engines={ENGINES}", "layout.threads=1", "wandb.mode=offline", "train.steps=1000000",
-        "train.lr=1e-6", "rollout.grader_workers=1", "data.train=[{grader: math}]", *args.overrides,
+        "train.lr=1e-6", "rollout.grader_workers=1", "data.train=[{grader: math}]",
+        "engine.args.max_total_tokens=16384", *args.overrides,
     )  # fmt: skip
     series = defaultdict(list)  # (pid, role) -> [(hours, RSS, USS)]
     problems = []
@@ -85,6 +87,8 @@ def main() -> int:
         while (hours := (time.monotonic() - began) / 3600) < args.minutes / 60:
             for process, (rss, uss) in sample(job, engines).items():
                 series[process].append((hours, rss, uss))
+                with open(run_dir / "memory.jsonl", "a") as f:
+                    f.write(json.dumps([*process, round(hours * 60, 2), rss, uss]) + "\n")
             step = max(line["step"] for line in job.lines("metrics.jsonl"))
             uss = sum(points[-1][2] for points in series.values())
             print(f"{hours * 60:5.1f} min, step {step}, {len(series)} processes, USS {uss:.0f} MB in all", flush=True)
