@@ -345,7 +345,8 @@ def test_run_from_start_to_end(trainers, engines, staleness, steps, per_update, 
     assert published == list(range(-(-steps // per_update) + 1))
     assert [e["step"] for e in events if e["event"] == "evaluation"] == evaluated
     assert [e["step"] for e in events if e["event"] == "checkpoint"] == [steps]
-    assert all(e["rank"] == 0 and e["seconds"] >= 0 for e in events if e["event"] != "drop")
+    assert [e["step"] for e in events if e["event"] == "first_step"] == [1]
+    assert all(e["rank"] == 0 and e["seconds"] >= 0 for e in events if e["event"] not in ("drop", "first_step"))
     stale = {r["ticket"] for r in stored if r["dropped"] == "stale"}
     assert stale == {e["ticket"] for e in events if e["event"] == "drop" and e["why"] == "stale"}
 
