@@ -623,11 +623,14 @@ def check_run_dir(config: Config) -> None:
 def lock_run_dir(config: Config) -> TextIO:
     """What keeps other runs out of the directory while it is open; the kernel closes it with the process. Raises
     ConfigError."""
-    lock = open(os.path.join(config.run.dir, ".lock"), "a")
     try:
+        os.makedirs(config.run.dir, exist_ok=True)
+        lock = open(os.path.join(config.run.dir, ".lock"), "a")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(f"run.dir: another run is at work in {config.run.dir}; choose another one, or end that run") from error
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {config.run.dir} ({error.strerror})") from error
     return lock
 
 
@@ -700,6 +703,8 @@ def main(argv: list[str]) -> int:
                 print(f"not tried again: {end['why']}", file=sys.stderr, flush=True)
             return end["code"]
         prompts = prepare(config)
+        if rank == 0 and not config.dry_run:
+            lock = lock_run_dir(config)  # noqa: F841 (held until this process ends, or is torchrun)
     except ConfigError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -723,7 +728,6 @@ def main(argv: list[str]) -> int:
     arm_signals(config)
     try:
         if rank == 0:
-            lock = lock_run_dir(config)  # noqa: F841
             begin(config, record, prompts)
         ranks = sync.join(config)
         if ranks.role.kind == "engine":

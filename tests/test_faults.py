@@ -339,9 +339,9 @@ def test_two_runs_do_not_share_a_directory(run_main, attempt, tmp_path, capsys):
     with train.lock_run_dir(types.SimpleNamespace(run=types.SimpleNamespace(dir=str(tmp_path)))):
         assert run_main(True) == 2
         assert capsys.readouterr().err == (
-            f"error on rank 0: run.dir: another run is at work in {tmp_path}; choose another one, or end that run\n"
+            f"error: run.dir: another run is at work in {tmp_path}; choose another one, or end that run\n"
         )
-    assert not (tmp_path / "config.yaml").exists()
+    assert not (tmp_path / "config.yaml").exists() and not (tmp_path / "events.jsonl").exists()
     attempt(0, "later")
     assert run_main(True) == 0
 
