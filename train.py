@@ -590,7 +590,8 @@ def prepare(config: Config) -> rollout.Prompts:
         pretrain.ensure()
     prompts = rollout.open_prompts(config)
     sync.published_shapes(shapes_only(config))
-    check_run_dir(config)
+    if int(os.environ.get("RANK", 0)) == 0:  # another rank may look after this one has begun to write there
+        check_run_dir(config)
     return prompts
 
 
@@ -635,7 +636,7 @@ def lock_run_dir(config: Config) -> TextIO:
 
 
 def write_config(config: Config) -> None:
-    """Writes config.yaml of the run directory in one go: another rank may be reading it, in check_run_dir."""
+    """Writes config.yaml of the run directory in one go: a kill leaves the old one or the new one."""
     path = os.path.join(config.run.dir, "config.yaml")
     with open(path + ".partial", "w") as f:
         f.write(schema.to_yaml(config))

@@ -334,6 +334,13 @@ def test_a_slip_in_the_code_is_tried_again_only_where_the_run_had_moved(moved, r
     assert moved or capsys.readouterr().err == "not tried again: Slip: in an edited script\n"
 
 
+def test_a_slow_rank_does_not_take_the_run_that_its_first_rank_has_begun_for_an_earlier_one(run_main, attempt, monkeypatch):
+    attempt(0)
+    assert run_main(False, "run.resume=never") == 0
+    monkeypatch.setenv("RANK", "1")
+    assert run_main(False, "run.resume=never") == 0
+
+
 def test_two_runs_do_not_share_a_directory(run_main, attempt, tmp_path, capsys):
     attempt(0)
     with train.lock_run_dir(types.SimpleNamespace(run=types.SimpleNamespace(dir=str(tmp_path)))):

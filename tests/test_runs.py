@@ -133,7 +133,9 @@ def start(model_dir, tmp_path_factory):
             folder / name, command or torchrun, f"model.path={model_dir}", f"data.train=[{source}]",
             f"data.eval=[{source}]", "rollout.max_tokens=12", "rollout.group_size=8", "rollout.responses_per_request=8",
             "train.groups_per_step=8", "train.lr=5e-4", "eval.prompts=8", "eval.k=8", "eval.every=0", "layout.threads=1",
-            "engine.args.max_total_tokens=8192", "wandb.mode=disabled", *overrides,
+            "engine.args.max_total_tokens=8192", "wandb.mode=disabled",
+            "alarms.entropy_high=0", "alarms.truncated_frac=0",  # a random policy has much of both
+            *overrides,
         )  # fmt: skip
         jobs.append(job)
         return job
