@@ -304,7 +304,8 @@ class Engine:
 
 
 def first_line(text: str) -> str:
-    return text.partition("\n")[0][:300]
+    """Without a server's last lines."""
+    return text.partition("\n")[0].partition("; the last lines of")[0][:300]
 
 
 # ------------------------------------------------------------------------- how a bucket gets from the rank to its server

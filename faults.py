@@ -39,8 +39,9 @@ class Recorder:
             f.write(json.dumps(line) + "\n")
 
     def start(self, step: int) -> None:
-        """Rank 0: an attempt of the job begins in this directory, after gradient step `step`."""
-        self("start", job=job(), step=step)
+        """Rank 0: an attempt of the job begins in this directory, after gradient step `step`, and after what ended the last
+        attempt, where our torchrun has said so."""
+        self("start", job=job(), step=step, after=os.environ.get("MODEL_ROCKET_AFTER", ""))
 
     def end(self, code: int, why: str, final: bool) -> None:
         """This rank ends with exit code `code`. `final`: another attempt would end the same way."""

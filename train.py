@@ -649,6 +649,8 @@ def begin(config: Config, record: faults.Recorder, prompts: rollout.Prompts) -> 
     print_ranks(config)
     step = checkpoint.latest(config.run.dir)
     record.start(max(0, step))
+    if why := os.environ.get("MODEL_ROCKET_AFTER"):
+        print(f"the job is started again: {why}")
     if step >= 0:
         print(f"resuming {config.run.dir} after step {step} of {config.train.steps}")
     if prompts.skipped:

@@ -59,21 +59,39 @@ printf 'sglang_cpu.py,,\n%s/METADATA,,\n%s/entry_points.txt,,\n%s/RECORD,,\n' \
 printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m pytest "$@"\n' >"$thin/bin/pytest"
 cat >"$thin/bin/torchrun" <<END
 #!$thin/bin/python
-"""torchrun, but a failed job has the exit code of the rank that failed first, and that rank's own words are the last."""
+"""torchrun, but a failed job has the exit code of the rank that failed first, and that rank's own words are the last. A job
+that is started again is told why, in \$MODEL_ROCKET_AFTER."""
 import logging
+import os
 import sys
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+look = LocalElasticAgent._monitor_workers
+
+
+def end_of(rank, code):
+    return f"rank {rank} was ended by signal {-code}" if code < 0 else f"rank {rank} ended with exit code {code}"
+
+
+def look_and_tell(agent, group):
+    result = look(agent, group)
+    if result.failures:
+        os.environ["MODEL_ROCKET_AFTER"] = "; ".join(end_of(rank, f.exitcode) for rank, f in result.failures.items())
+    return result
+
+
+LocalElasticAgent._monitor_workers = look_and_tell
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 try:
     main()
 except ChildFailedError as error:
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
-        print(f"error: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        print(f"error: {end_of(rank, failure.exitcode)}", file=sys.stderr)
     sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
 except SignalException as signal:
     sys.exit(f"stopped: {signal}")

@@ -324,6 +324,8 @@ def test_a_job_goes_on_by_itself_when_a_rank_is_killed(start):
     events = job.lines("events.jsonl")
     (first, second) = (e for e in events if e["event"] == "start")
     assert (first["attempt"], first["step"], second["attempt"]) == (0, 0, 1) and 4 <= second["step"] < 16
+    assert first["after"] == "" and "rank 1 was ended by signal 9" in second["after"]
+    assert f"the job is started again: {second['after']}" in job.out.read_text()
     assert events[-1]["event"] == "end" and events[-1]["final"] and events[-1]["code"] == 0
     assert [line["step"] for line in job.lines("metrics.jsonl")] == list(range(1, 17))
     assert [line["step"] for line in job.lines("eval.jsonl")] == [0, 16]
