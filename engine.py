@@ -194,11 +194,17 @@ class Engine:
 
     # -- weights
 
-    async def receive(self, version: int, plan: list[list[sync.Slot]]) -> None:
-        """Takes part in a publication, whatever state the server is in, and begins to load it where it serves."""
+    async def receive(self, announced: int, plan: list[list[sync.Slot]]) -> None:
+        """Takes part in the next publication that this rank has not taken, up to the announced one, whatever state the server
+        is in, and begins to load it where it serves. Raises WrongWeights where it is none of those."""
         if self.loading:
-            await asyncio.wait([self.loading])  # it still reads the copy; each of its calls has a deadline
+            await asyncio.wait([self.loading])  # it still reads the copy; its calls have a deadline
         async with self.copying:
+            version = await asyncio.to_thread(sync.receive_version, announced, self.ranks)
+            if not self.copy_version < version <= announced:
+                raise WrongWeights(
+                    f"engine {self.index}: version {version} came, where {self.copy_version} is here and {announced} is announced"
+                )
             if not self.copy:
                 self.plan = plan
                 sync.bucket_buffers(plan, self.ranks)

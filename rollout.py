@@ -211,7 +211,7 @@ class EngineRank:
                     await self.engine.receive(seen.version, plan)
                     if self.engine.loading:
                         tasks.add(self.engine.loading)
-                if seen.eval_id > eval_done and self.engine.copy_version >= 0:
+                if seen.eval_id > eval_done and self.engine.copy_version == seen.version >= 0:
                     eval_done = seen.eval_id
                     tasks.add(asyncio.create_task(self.run_eval(eval_done, self.engine.copy_version)))
                 while self.may_begin(seen):

@@ -389,6 +389,16 @@ def bucket_buffers(plan: list[list[Slot]], ranks: Ranks) -> list[torch.Tensor]:
     return ranks.buffers
 
 
+def receive_version(announced: int, ranks: Ranks) -> int:
+    """An engine rank: the version of the publication whose buckets come next. It may be older than the one that is announced:
+    a broadcast does not wait until the last rank has taken it, so that a late rank finds several on their way. Raises
+    TimeoutError as `send_weights`."""
+    version = torch.empty(1, dtype=torch.int64, device=ranks.wire)
+    with travel(announced, ranks):
+        dist.broadcast(version, src=0, group=ranks.weights)
+    return int(version)
+
+
 def receive_bucket(flat: torch.Tensor, version: int, ranks: Ranks) -> None:
     """An engine rank: receives the next bucket of a publication into `flat`, in the memory of its machine. Raises
     TimeoutError as `send_weights`."""
@@ -408,12 +418,15 @@ def staging(ranks: Ranks, bucket: list[Slot]) -> torch.Tensor:
 def send_weights(
     parameters: dict[str, torch.nn.Parameter], plan: list[list[Slot]], ranks: Ranks, version: int
 ) -> None:
-    """Broadcasts the policy from rank 0 to the engine ranks; every learner rank takes part in the gathering.
+    """Broadcasts the version and the policy from rank 0 to the engine ranks; every learner rank takes part in the gathering.
 
     Two buckets exist at a time: while one travels, the next is gathered, cast and packed. Raises TimeoutError where a
     bucket does not reach every engine rank within faults.sync_timeout.
     """
     flat = bucket_buffers(plan, ranks) if ranks.is_first else []
+    if ranks.is_first:
+        with travel(version, ranks):
+            dist.broadcast(torch.tensor([version], device=ranks.wire), src=0, group=ranks.weights)
     tensors = published_tensors(parameters)  # in the order of the plan
     travelling: list[Optional[dist.Work]] = [None, None]
     for i, bucket in enumerate(plan):

@@ -74,10 +74,10 @@ def learner(config: schema.Config, port: int, repeats: int, pipe) -> None:
     plan = sync.plan_buckets(sync.published_shapes(policy.lm), "float32", config.sync.bucket_mb << 20)
     pipe.send(plan)
     peaks = []
-    for _ in range(repeats):
+    for version in range(repeats):
         dist.barrier(ranks.weights)
         before = reset_peak()
-        sync.send_weights(parameters, plan, ranks, 0)
+        sync.send_weights(parameters, plan, ranks, version)
         peaks.append(memory("VmHWM") - before)
         flat = torch.ones(sum(sync.bucket_nbytes(bucket) for bucket in plan), dtype=torch.uint8)
         dist.barrier(ranks.weights)

@@ -55,7 +55,7 @@ def be_rank(config, rank: int, port: int):
 
 
 def learner_peer(config, port: int, plan, pipe) -> None:
-    """Rank 0: for each (noise, path) from the pipe, disturbs the policy, publishes it, and saves what it published."""
+    """Rank 0: for each (noise, path, version) from the pipe, disturbs the policy, publishes it, and saves what it published."""
     import sync
     import train
 
@@ -64,13 +64,13 @@ def learner_peer(config, port: int, plan, pipe) -> None:
     policy = train.load_policy(config, ranks)
     generator = torch.Generator().manual_seed(1)
     while True:
-        noise, path = pipe.recv()
+        noise, path, version = pipe.recv()
         with torch.no_grad():
             for parameter in policy.parameters():
                 local = parameter.to_local()
                 local += noise * torch.randn(local.shape, generator=generator)
         parameters = sync.published_parameters(policy.lm)
-        sync.send_weights(parameters, plan, ranks, 0)
+        sync.send_weights(parameters, plan, ranks, version)
         torch.save({name: sync.full_tensor(p).detach().clone() for name, p in parameters.items()}, path)
         pipe.send("published")
 
@@ -123,7 +123,7 @@ class Engine:
     def publish(self, noise: float = 0.02) -> float:
         """Publishes disturbed weights under the next version; the seconds that the server stood still."""
         path = self.folder / "published.pt"
-        self.pipe.send((noise, str(path)))
+        self.pipe.send((noise, str(path), self.server.version + 1))
         self.wait(self.load())
         assert self.pipe.poll(60), "the learner did not finish its publication"
         self.pipe.recv()

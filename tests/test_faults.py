@@ -158,7 +158,7 @@ def learner_without_batches(cfg, ranks):
     while not (seen := state.read()).stop:
         watchdog.saw(seen.progress)
         if seen.version > version:
-            version = seen.version
+            version = sync.receive_version(seen.version, ranks)
             for bucket in state.plan():
                 sync.receive_bucket(torch.empty(sync.bucket_nbytes(bucket), dtype=torch.uint8), version, ranks)
         time.sleep(0.05)

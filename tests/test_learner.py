@@ -254,14 +254,14 @@ def fake_engine(cfg, ranks, stop_at):
     totals, reported = trajectory.EngineStats(ranks.role.engine, 0.0, 0.0, 0, 0, 0, 0.0), 0.0
     while not (seen := state.read()).stop:
         if seen.version > held:
+            held = sync.receive_version(seen.version, ranks)
             for bucket in plan:
                 flat = torch.empty(sync.bucket_nbytes(bucket), dtype=torch.uint8)
                 dist.broadcast(flat, 0, ranks.weights)
                 received |= {name: t.clone().numpy() for name, t in sync.unpack(flat, bucket).items()}
-            held = seen.version
         if held == stop_at:
             state.ask_stop("test")
-        if seen.eval_id > eval_done and held >= 0:
+        if seen.eval_id > eval_done and held == seen.version:
             eval_done = seen.eval_id
             outbox.send(trajectory.EvalPart(eval_done, ranks.role.engine, held, ["arithmetic"] * 3, [0.0, 1.0, 1.0]))
         while not seen.stop_asked and not outbox.is_full and len(running) < 4:

@@ -509,6 +509,7 @@ def send_or_receive(cfg, ranks, bucket_bytes):
         dtype = getattr(torch, cfg.model.dtype)
         return {name: as_bytes(real_full_tensor(p).to(dtype)) for name, p in parameters.items()}
     received = {}
+    assert sync.receive_version(0, ranks) == 0
     for bucket in plan:
         flat = torch.empty(sync.bucket_nbytes(bucket), dtype=torch.uint8)
         dist.broadcast(flat, 0, ranks.weights)

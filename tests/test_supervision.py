@@ -67,6 +67,7 @@ class Job:
 
         monkeypatch.setattr(server.Server, "command", command)
         monkeypatch.setattr(engines, "serialize", serialize)
+        monkeypatch.setattr(sync, "receive_version", lambda announced, ranks: announced)
         monkeypatch.setattr(sync, "receive_bucket", lambda flat, version, ranks: flat.copy_(self.wire.pop(0)))
         monkeypatch.setattr(sync, "engine_checksums", checksums)
         self.wire: list[torch.Tensor] = []
@@ -574,6 +575,74 @@ def test_versions_of_a_response_that_a_death_cut_are_those_of_its_tokens_or_olde
         assert (np.diff(r.versions) >= 0).all() and set(r.versions) == {0, 1}
 
     job.run(story)
+
+
+def publish_past_a_late_rank(cfg, ranks):
+    """Runs in a rank; the last engine's stands still while the learner publishes on. What each server was given, by version."""
+    engines.serialize = lambda staged, bucket: float(staged.view(torch.float32)[0])
+    state = sync.RunState(ranks.store, 2, 8)
+    parameters = {"a.weight": torch.nn.Parameter(torch.zeros(8))}
+    plan = sync.plan_buckets({"a.weight": (8,)}, "float32", 64 << 20)
+    if ranks.role.kind == "learner":
+        state.create(counted=0, next_ticket=0, redo=[], plan=[])
+        for version in range(4):
+            with torch.no_grad():
+                parameters["a.weight"].fill_(float(version))
+            state.announce(version)
+            sync.send_weights(parameters, plan, ranks, version)
+            if version == 0:
+                ranks.store.wait([f"has 0 {i}" for i in range(cfg.layout.engines)])
+            time.sleep(0.3)
+        return None
+    state.open()
+    given = []
+
+    async def host():
+        hosted = engines.Engine(cfg, ranks, state, cfg.model.path, [1])
+        hosted.status = engines.SERVING
+
+        async def post(path, body, patience=None):
+            if path == "/update_weights_from_tensor":
+                given.append((body["weight_version"], *body["serialized_named_tensors"]))
+
+        hosted.server.post = post
+        while hosted.copy_version < 3:
+            if state.read().version > hosted.copy_version:
+                await hosted.receive(state.read().version, plan)
+                await hosted.loading
+            if hosted.copy_version == 0:
+                ranks.store.set(f"has 0 {ranks.role.engine}", "")
+                if ranks.role.engine == cfg.layout.engines - 1:
+                    time.sleep(2.0)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(host())
+    return given
+
+
+def test_the_version_of_weights_is_the_one_that_came_with_them(job, monkeypatch):
+    job = job(engine_ranks=1)
+
+    async def story(job):
+        (only,) = job.engines
+        came = iter([1, 2, 2, 9])
+        monkeypatch.setattr(sync, "receive_version", lambda announced, ranks: next(came))
+        await job.publish(only, 3)  # three are announced, and the first of them comes
+        assert only.copy_version == only.server.version == 1
+        await job.publish(only, 3)
+        assert only.copy_version == only.server.version == 2 and await held(only)
+        for _ in range(2):  # one that was here, and one that nobody announced
+            with pytest.raises(server.WrongWeights, match="where 2 is here and 3 is announced"):
+                await only.receive(3, PLAN)
+
+    job.run(story)
+
+
+def test_a_rank_that_is_late_takes_no_publication_for_a_later_one(model_dir, tmp_path):
+    """With three engines gloo's broadcast of one bucket is over before the last rank has taken it."""
+    (tmp_path / "logs").mkdir()
+    _, *given = tiny.run_ranks(tiny.config(model_dir, tmp_path, engines=3), publish_past_a_late_rank, timeout=90)
+    assert given == [[(str(version), float(version)) for version in range(4)]] * 3
 
 
 # ------------------------------------------------------------------------------------------------- tensor-parallel ranks
