@@ -23,7 +23,7 @@ from transformers import AutoConfig
 import faults
 import sync
 from configs.schema import Config
-from server import Draft, EngineError, Peer, Response, Sampling, Server, WrongWeights, stop_signals
+from server import Draft, EngineError, Peer, Refused, Response, Sampling, Server, WrongWeights, stop_signals
 
 LOOK = 0.2  # seconds between looks at a server
 PROBES = 3  # wrong answers to a probe, in a row, until a server is started again
@@ -166,21 +166,24 @@ class Engine:
 
     async def probe(self) -> str:
         """Asks the server for one token; why it is not well, or nothing. A server that is silent for faults.probe_timeout
-        is stuck, one that answers wrongly is asked again. Tokens of other requests are signs of life too, and a weight
-        update may take its own time."""
+        is stuck, one that answers wrongly is asked again. Tokens of other requests are signs of life too, and the time of
+        weight updates does not count."""
         why = ""
         for _ in range(PROBES):
-            asked = time.monotonic()
+            silent, looked, heard = 0.0, time.monotonic(), self.server.heard
             probe = asyncio.create_task(self.server.generate([0], [Draft()], Sampling(1.0, 1)))
             try:
                 while not (await asyncio.wait([probe], timeout=LOOK))[0]:
                     if self.failed:  # it did not take a publication; the next must not pass for a sign of life
                         return self.failed
-                    if self.loading and not self.loading.done():
-                        asked = time.monotonic()
                     if death := self.server.death():
                         return death
-                    if time.monotonic() - max(asked, self.server.heard) > self.faults.probe_timeout:
+                    since, looked = looked, time.monotonic()
+                    if self.server.heard > heard:
+                        silent, heard = 0.0, self.server.heard
+                    elif not self.loading or self.loading.done():
+                        silent += looked - since
+                    if silent > self.faults.probe_timeout:
                         limit = self.faults.probe_timeout
                         return self.server.last_words(f"gave no token within faults.probe_timeout={limit:g} s")
                 probe.result()
@@ -225,7 +228,7 @@ class Engine:
         except WrongWeights:
             raise
         except EngineError as error:
-            if first:  # an engine that never held the policy: this is no fault, the two do not fit
+            if first and isinstance(error, Refused):  # no fault: the engine and the policy do not fit
                 raise
             self.failed = str(error)
 
@@ -285,6 +288,8 @@ class Engine:
             held = {rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]}
         except (KeyError, IndexError, TypeError) as error:
             raise self.server.blame(f"answered /weights_checker with {answer!r:.200}") from error
+        if sorted(held) != list(range(size)):
+            raise self.server.blame(f"answered /weights_checker for the tensor-parallel ranks {list(held)} of {size}")
         for rank in range(size):
             expected = await asyncio.to_thread(sync.engine_checksums, published, kv_heads, rank, size)
             mine = held.get(rank, {})
@@ -392,26 +397,40 @@ class Engines:
         failures = most = 0
         while missing := [draft for draft in drafts if not draft.finish]:
             engine = await self.choose(version)
+            failed = ""
             try:
                 await engine.generate(prompt, missing, sampling)
             except EngineError as error:
+                failed = str(error)
+            if failed := self.refuse_unpublished(missing, engine) or failed:
                 tokens = sum(len(draft.ids) for draft in drafts)
                 failures = 1 if tokens > most else failures + 1
                 most = max(most, tokens)
                 cut = [draft for draft in missing if not draft.finish]
                 self.retried += len(cut)
                 self.avoided[engine.index] = self.state.doubt(engine.index)
-                why, came = first_line(str(error)), sum(len(draft.ids) for draft in cut)
-                self.ranks.record("retry", engine=engine.index, responses=len(cut), tokens=came, why=why)
+                came = sum(len(draft.ids) for draft in cut)
+                self.ranks.record("retry", engine=engine.index, responses=len(cut), tokens=came, why=first_line(failed))
                 if failures > self.config.faults.request_retries:
                     raise EngineError(
                         f"a request of {len(prompt)} prompt tokens failed {failures} times in a row "
-                        f"(faults.request_retries={self.config.faults.request_retries}), the last time because {error}"
-                    ) from error
+                        f"(faults.request_retries={self.config.faults.request_retries}), the last time because {failed}"
+                    )
                 version = max([version, *(v for draft in drafts for v in draft.versions[-1:])])
                 if failures > 1:  # the first time it is rather the engine's fault, and another one may go on at once
                     await asyncio.sleep(min(60.0, self.config.faults.backoff * 2 ** (failures - 2)))
         return [draft.response() for draft in drafts]
+
+    def refuse_unpublished(self, drafts: list[Draft], engine: Peer) -> str:
+        """Forgets what a request has brought under versions that nobody has published; why, or nothing."""
+        announced = self.state.read().version
+        odd = [draft for draft in drafts if any(not 0 <= v <= announced for v in draft.versions[draft.begun :])]
+        if not odd:
+            return ""
+        versions = sorted({v for draft in odd for v in draft.versions[draft.begun :]})
+        for draft in odd:
+            draft.forget()
+        return str(engine.blame(f"answered /generate with weight versions {versions[:10]}, the newest is {announced}"))
 
     async def choose(self, version: int) -> Peer:
         """An engine whose breaker is closed and that holds `version` or a later one; waits for one where there is none."""

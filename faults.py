@@ -40,7 +40,10 @@ class Recorder:
 
     def start(self, step: int) -> None:
         """Rank 0: an attempt of the job begins in this directory, after gradient step `step`, and after what ended the last
-        attempt, where our torchrun has said so."""
+        attempt, where our torchrun has said so. A line that a full disk or a kill has cut ends here."""
+        with open(self.path, "a+b") as f:
+            if f.tell() and (f.seek(-1, os.SEEK_END), f.read(1))[1] != b"\n":
+                f.write(b"\n")
         self("start", job=job(), step=step, after=os.environ.get("MODEL_ROCKET_AFTER", ""))
 
     def end(self, code: int, why: str, final: bool) -> None:
@@ -153,7 +156,7 @@ class Watchdog:
         self.folder = os.path.join(run_dir, "stall")
         self.progress = 0
         self.moved_at = math.inf
-        self.born = time.time()
+        self.before = self.stacks()
         threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
 
     def saw(self, progress: int) -> None:
@@ -187,12 +190,16 @@ class Watchdog:
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
-    def another_gave_up(self) -> bool:
+    def stacks(self) -> dict[str, int]:
+        """The stacks in the folder, with the time of each in its file system: no clock is compared with another."""
         try:
-            stacks = [entry for entry in os.scandir(self.folder) if re.fullmatch(r"rank_\d+\.txt", entry.name)]
-            return any(entry.stat().st_mtime > self.born for entry in stacks)
-        except FileNotFoundError:
-            return False  # no rank ever has
+            files = [entry for entry in os.scandir(self.folder) if re.fullmatch(r"rank_\d+\.txt", entry.name)]
+            return {entry.name: entry.stat().st_mtime_ns for entry in files}
+        except OSError:
+            return {}  # no rank ever has given up, or the folder is out of reach
+
+    def another_gave_up(self) -> bool:
+        return any(self.before.get(name) != written for name, written in self.stacks().items())
 
 
 def task_stacks(loop: asyncio.AbstractEventLoop) -> Counter:

@@ -107,7 +107,9 @@ class Worker:
             raise WorkerLost(f"{what} took more than {timeout_s:g} s")
         return self.channel.recv_bytes()
 
-    def grade(self, grader: str, text: str, answer: Any, timeout_s: float, row_id: str) -> tuple[float, str | None]:
+    def grade(
+        self, grader: str, text: str, answer: Any, timeout_s: float, row_id: str, again: bool = True
+    ) -> tuple[float, str | None]:
         """(score, why grading failed or None). Raises GraderError, and WorkerLost where no worker can be started."""
         job = {"grader": grader, "text": text, "answer": answer, "timeout_s": timeout_s, "row": row_id}
         lost = None
@@ -131,9 +133,14 @@ class Worker:
             self.loaded.add(grader)
         try:
             reply = json.loads(self.receive(timeout_s, "grading") if first == READY else first)
-        except (WorkerLost, EOFError, OSError) as error:
+        except WorkerLost as error:
             self.kill()
-            return 0.0, str(error) if isinstance(error, WorkerLost) else "the worker died"
+            return 0.0, str(error)
+        except (EOFError, OSError):
+            self.kill()
+            if again:  # it may have been killed for the memory of others
+                return self.grade(grader, text, answer, timeout_s, row_id, again=False)
+            return 0.0, "the worker died"
         if "fatal" in reply:
             raise GraderError(reply["fatal"])
         return reply.get("score", 0.0), reply.get("failure")

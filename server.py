@@ -40,6 +40,10 @@ class EngineError(RuntimeError):
     """An SGLang server did not start, died, or answered with something else than it was asked for."""
 
 
+class Refused(EngineError):
+    """A server answered that it does not do what it was asked for."""
+
+
 class WrongWeights(EngineError):
     """An engine does not hold what the learner published. Nothing mends that: the run stops."""
 
@@ -157,6 +161,12 @@ class Draft:
         self.ids, self.logp, self.kept = self.ids + ids, self.logp + logp, self.kept + kept
         self.versions, self.finish, self.experts = versions, finish, experts
 
+    def forget(self) -> None:
+        """As if the request under way had brought nothing."""
+        for values in (self.ids, self.logp, self.versions, self.kept):
+            del values[self.begun :]
+        self.finish, self.experts = "", None
+
     def response(self) -> Response:
         """The finished response. Raises EngineError where a token comes from no published version."""
         if min(self.versions) < 0:
@@ -197,10 +207,10 @@ class Peer:
         self.url = url
         self.version = version  # of the weights that it holds
         self.http: Optional[aiohttp.ClientSession] = None
-        self.heard = time.monotonic()  # when it last gave a sign of life
+        self.heard = time.monotonic()  # when it last gave a token
 
-    def blame(self, what: str) -> EngineError:
-        return EngineError(f"engine {self.index} {what}")
+    def blame(self, what: str, kind: type[EngineError] = EngineError) -> EngineError:
+        return kind(f"engine {self.index} {what}")
 
     def prefix_key(self) -> str:
         """What a request must share with another one to use its cached prefixes. A rank does not know when an engine of
@@ -231,12 +241,13 @@ class Peer:
         }
         try:
             async for answer in self.stream("/generate", body):
-                self.heard = time.monotonic()
                 if "error" in answer:
                     raise self.blame(f"answered /generate with an error: {str(answer['error'])[:500]}")
                 if answer["index"] not in range(len(drafts)):
                     raise self.blame(f"answered /generate with response {answer['index']!r} of {len(drafts)}")
                 drafts[answer["index"]].add(answer, sampling)
+                if answer["output_ids"]:
+                    self.heard = time.monotonic()
         except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             raise self.blame(f"answered /generate with what is no response: {error!r:.300}") from error
         if cut := sum(not draft.finish for draft in drafts):
@@ -271,14 +282,13 @@ class Peer:
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise self.blame(f"did not answer {path} ({error!r})") from error
         if reply.status != 200:
-            raise self.blame(f"answered {path} with status {reply.status}: {text[:500]}")
+            raise self.blame(f"answered {path} with status {reply.status}: {text[:500]}", Refused)
         try:
             answer = msgspec.json.decode(text, type=dict)
         except (ValueError, RecursionError) as error:
             raise self.blame(f"answered {path} with {text[:200]!r}") from error
         if answer.get("success") is False:
-            raise self.blame(f"refused {path}: {text[:500]}")
-        self.heard = time.monotonic()
+            raise self.blame(f"refused {path}: {text[:500]}", Refused)
         return answer
 
 
@@ -422,8 +432,8 @@ class Server(Peer):
                 pass
         return total / (1 << 30)
 
-    def blame(self, what: str) -> EngineError:
-        return EngineError(self.last_words(what))
+    def blame(self, what: str, kind: type[EngineError] = EngineError) -> EngineError:
+        return kind(self.last_words(what))
 
     def prefix_key(self) -> str:
         return str(self.version)  # prefixes of other weights are of no use

@@ -328,9 +328,10 @@ class Learner:
                 self.receive(timeout=0)
                 for group in self.buffer.drop_stale(self.version):
                     self.ranks.record("drop", ticket=group.ticket, why=group.dropped)
-                if len(self.buffer.rejected) >= self.config.rollout.max_rejected:
-                    self.hopeless = nothing_to_learn(self.buffer.rejected)
-                return len(self.buffer.waiting) >= need
+                is_full, rejected = len(self.buffer.waiting) >= need, self.buffer.rejected
+                too_many = not is_full and len(rejected) >= self.config.rollout.max_rejected
+                self.hopeless = nothing_to_learn(rejected) if too_many else ""
+                return is_full
 
             if self.wait_for(full, "a full batch"):
                 self.groups = self.buffer.take(need)
@@ -689,6 +690,8 @@ def arm_signals(config: Config) -> None:
     threading.Thread(target=listen, name="signals", daemon=True).start()
 
 
+SIGNAL_S = 2.0  # seconds within which torchrun tells the other ranks that one has died
+
 # Ends that another attempt of the job would not mend.
 FINAL = (ConfigError, GraderError, server.EngineError, NothingToLearn, Collapse)
 
@@ -748,8 +751,12 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         from_a_write = isinstance(error, (OSError, RuntimeError, CheckpointException, SafetensorError))
         if not (from_a_write and disk_is_full(error, config.run.dir)):
-            # What strikes before the first step, such as a slip in an edited script, would strike again.
-            final = not faults.has_moved(config.run.dir) and not server.stop_signals
+            # What strikes before the first step, such as a slip in an edited script, would strike again; but another rank's
+            # death may be what broke a collective here, and torchrun then says so in a moment.
+            final = not faults.has_moved(config.run.dir)
+            if final:
+                time.sleep(SIGNAL_S)
+                final = not server.stop_signals
             record.end(1, f"{type(error).__name__}: {error}", final)
             raise
         step = checkpoint.latest(config.run.dir)

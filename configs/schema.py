@@ -221,7 +221,7 @@ class Faults:
     join_timeout: float = 300.0  # seconds for all ranks to find each other
     start_timeout: float = 600.0  # seconds for an engine to come up
     request_timeout: float = 1800.0  # seconds that a generation request may go without a token
-    request_retries: int = 5  # failures of one request, on engines that answer probes, until the run is given up
+    request_retries: int = 5  # failures of one request in a row, without a further token, until the run is given up
     sync_timeout: float = 600.0  # seconds for one weight publication
     stop_timeout: float = 25.0  # seconds from a signal to the end of the process
     stall_after: float = 3600.0  # seconds without a gradient step, an evaluation or a checkpoint until the run is given up

@@ -4,7 +4,8 @@ Its next token is a function of all before it, so a response that several server
 single server would have given. POST /behave {"mode": ...} says how it goes on:
     ok | 500 | garbage | cut (the connection, after three tokens) | slow (a second before each token) | die (after three tokens)
     | die:/path (when that path is asked for) | poison (dies on any request whose prompt starts with token 13)
-    | refuse (500 to all but probes) | slow calls (half a second before the answer to each but /generate)
+    | refuse (500 to all but probes) | refuse:/path (400 where that path is asked for) | mute (no token, all else)
+    | version:V (says V of its tokens) | slow calls (half a second before the answer to each but /generate)
 """
 
 import argparse
@@ -40,6 +41,8 @@ class Server:
         self.calls.append(request.path)
         if self.mode == f"die:{request.path}":
             self.die()
+        if self.mode == f"refuse:{request.path}":
+            return web.Response(status=400, text="no")
         if request.path == "/generate":
             return await self.generate(request)
         body = await request.json() if request.can_read_body else {}
@@ -81,8 +84,11 @@ class Server:
         for n in range(1, limit + 1):
             await asyncio.sleep(1.0 if self.mode == "slow" else 0.01)
             await self.running.wait()
+            if self.mode == "mute":
+                await asyncio.sleep(1000)
             ids.append(next_token(prompt + ids))
-            versions.append(self.version)
+            said = self.mode.partition(":")[2] if self.mode.startswith("version:") else self.version
+            versions.append(said)
             done = n == limit
             if not done and n > 1 and n - sent < self.interval:
                 continue
@@ -91,7 +97,7 @@ class Server:
                 "output_ids": ids[sent:], "index": index,
                 "meta_info": {
                     "finish_reason": {"type": "length"} if done else None, "prompt_tokens": len(prompt), "cached_tokens": 0,
-                    "weight_version": self.version, "weight_versions": spans if done else None,
+                    "weight_version": said, "weight_versions": spans if done else None,
                     "output_token_logprobs": [[-0.5, t, None] for t in ids[sent:]],
                 },
             }  # fmt: skip

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -134,11 +135,12 @@ def test_it_does_not_fire_while_the_run_moves_nor_before_its_first_publication(t
 
 def test_stacks_of_an_earlier_attempt_end_no_run(tmp_path):
     (tmp_path / "stall").mkdir()
-    (tmp_path / "stall" / "rank_1.txt").write_text("long ago\n")
-    os.utime(tmp_path / "stall" / "rank_1.txt", (1, 1))
+    (tmp_path / "stall" / "rank_1.txt").write_text("of a file server whose clock is ahead\n")
+    os.utime(tmp_path / "stall" / "rank_1.txt", (time.time() + 1000, time.time() + 1000))
     record = faults.Recorder(tmp_path, 0)
     watchdog = faults.Watchdog.__new__(faults.Watchdog)
-    watchdog.folder, watchdog.born, watchdog.record = tmp_path / "stall", time.time() - 1, record
+    watchdog.folder, watchdog.record = tmp_path / "stall", record
+    watchdog.before = watchdog.stacks()
     assert not watchdog.another_gave_up()
     (tmp_path / "stall" / "rank_1.txt.swp").write_text("somebody reads it\n")
     assert not watchdog.another_gave_up()
@@ -181,6 +183,16 @@ def write_events(folder, rank):
     record = faults.Recorder(folder, rank)
     for i in range(300):
         record("test", i=i, filling="x" * (i % 50) * 20)
+
+
+def test_a_line_that_was_cut_takes_no_other_along(tmp_path):
+    record = faults.Recorder(tmp_path, 0)
+    record.start(0)
+    with open(tmp_path / "events.jsonl", "a") as f:
+        f.write('{"time": 1, "rank": 0, "event": "publ')
+    record.start(4)
+    record("first_step", step=5)
+    assert [e["event"] for e in faults.events(tmp_path)] == ["start", "start", "first_step"] and faults.has_moved(tmp_path)
 
 
 def test_lines_of_several_processes_do_not_mix(tmp_path):
@@ -350,6 +362,22 @@ def test_two_runs_do_not_share_a_directory(run_main, attempt, tmp_path, capsys):
         )
     assert not (tmp_path / "config.yaml").exists() and not (tmp_path / "events.jsonl").exists()
     attempt(0, "later")
+    assert run_main(True) == 0
+
+
+def test_what_another_ranks_death_breaks_before_the_first_step_is_tried_again(run_main, attempt, monkeypatch):
+    """torchrun's signal comes a moment after the broken connection."""
+    monkeypatch.setattr(server, "stop_signals", [])
+
+    def learn(self):
+        threading.Timer(0.3, server.stop_signals.append, ("SIGTERM",)).start()
+        raise RuntimeError("gloo: Connection closed by peer")
+
+    attempt(0)
+    with pytest.raises(RuntimeError):
+        run_main(learn)
+    server.stop_signals.clear()
+    attempt(1)
     assert run_main(True) == 0
 
 

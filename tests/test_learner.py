@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+import types
 
 import numpy as np
 import pytest
@@ -404,3 +405,20 @@ def test_run_goes_on_with_another_learning_rate(model_dir, tmp_path):
     train.check_run_dir(cfg)
     tiny.run_ranks(cfg, learner_or_fake_engine)
     assert [m["train/lr"] for m in lines(tmp_path, "metrics.jsonl")] == [1e-3, 1e-4]
+
+
+@pytest.mark.parametrize("waiting", [3, 4])
+def test_many_rejected_groups_end_a_run_only_where_there_is_no_batch(model_dir, tmp_path, monkeypatch, waiting):
+    """What was rejected before a full batch came must not end the wait for an evaluation, or for the next batch."""
+    learner = train.Learner.__new__(train.Learner)
+    learner.config = tiny.config(model_dir, tmp_path, "rollout.max_rejected=5", "train.groups_per_step=4")
+    learner.ranks = types.SimpleNamespace(is_first=True, learners=None)
+    learner.buffer = types.SimpleNamespace(
+        waiting=dict.fromkeys(range(waiting)), rejected=[0.0] * 9, drop_stale=lambda version: [], take=lambda n: []
+    )
+    learner.state = types.SimpleNamespace(read=lambda: types.SimpleNamespace(stop_asked=""))
+    learner.receive, learner.version, learner.hopeless = lambda timeout: None, 0, ""
+    monkeypatch.setattr(train, "make_batches", lambda *args: ["a batch"])
+    monkeypatch.setattr(train.dist, "scatter_object_list", lambda mine, batches, **place: mine.__setitem__(0, batches[0]))
+    assert learner.next_batch() == ("a batch" if waiting == 4 else None)
+    assert bool(learner.hopeless) == (waiting < 4)

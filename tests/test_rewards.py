@@ -495,6 +495,26 @@ def test_what_is_no_score_stops_the_run(forked, value, isolated):
         pool.close()
 
 
+def test_a_worker_that_is_killed_while_it_grades_costs_no_text_its_score(forked, tmp_path):
+    module = forked(
+        f"""
+        def grade_mine(response, answer):
+            import os
+            if not os.path.exists({str(tmp_path / "killed")!r}):
+                open({str(tmp_path / "killed")!r}, "w").close()
+                os.kill(os.getpid(), 9)
+            return 1.0
+
+        GRADERS["mine"] = Grader(grade_mine, isolated=True)
+        """
+    )
+    pool = module.GraderPool(workers=1, timeout_s=20.0)
+    try:
+        assert grade_all(pool, [(Row("mine", ""), "a")]) == [(1.0, None)]
+    finally:
+        pool.close()
+
+
 def test_a_users_isolated_grader(forked):
     module = forked(
         """

@@ -77,7 +77,9 @@ class Job:
                 role=sync.Role(1 + i, "engine", i, 0), store=store, device=torch.device("cpu"), wire=torch.device("cpu"),
                 tp=None, record=faults.Recorder(str(tmp_path), 1 + i), host="127.0.0.1", buffers=[],
             )  # fmt: skip
-            state = sync.RunState(store, 2, 8)
+            self.state = state = sync.RunState(store, 2, 8)
+            if i == 0:
+                state.create(counted=0, next_ticket=0, redo=[], plan=[])
             hosted = engines.Engine(self.config, ranks, state, model_dir, [1])
             self.engines.append(hosted)
             self.asks.append(engines.Engines(self.config, ranks, state, hosted))
@@ -108,6 +110,7 @@ class Job:
     async def publish(self, e, version):
         weights = [torch.full([8], float(version * 10 + i)).view(torch.uint8) for i in range(len(PLAN))]
         self.wire += weights
+        self.state.announce(version)
         await e.receive(version, PLAN)
         if e.loading:
             await asyncio.wait([e.loading])
@@ -303,6 +306,24 @@ def test_retries_of_a_request_leave_the_engines_time_to_recover(job):
     job.run(story)
 
 
+@pytest.mark.parametrize("mode", ["version:77", "version:default"])
+def test_tokens_of_a_version_that_nobody_has_published_are_not_taken(job, mode):
+    job = job(engine_ranks=1)
+
+    async def story(job):
+        (only,) = job.engines
+        await job.behave(only, mode)
+        request = asyncio.create_task(job.asks[0].generate(PROMPT, 2, Sampling(1.0, 12), 0))
+        await job.until(lambda: job.events("retry"))
+        await job.behave(only, "ok")
+        responses = await request
+        job.check(responses, 12)
+        assert {v for r in responses for v in r.versions} == {0}
+        assert "the newest is 0" in job.events("retry")[0]["why"]
+
+    job.run(story)
+
+
 # ------------------------------------------------------------------------------------------------------- stuck, slow, large
 
 
@@ -337,6 +358,52 @@ def test_a_stopped_server_is_stuck_also_while_publications_go_on(job):
         assert only.server.version == version and await held(only)
 
     job.run(story)
+
+
+def test_a_server_that_takes_every_publication_and_gives_no_token_is_stuck(job):
+    job = job("faults.probe_every=0.5", "faults.probe_timeout=1.5", engine_ranks=1)
+
+    async def story(job):
+        (only,) = job.engines
+        await job.behave(only, "mute")
+        version = 0
+        while not job.events("engine_down"):
+            version += 1
+            assert version <= 100, "its answers to control calls hide that it is stuck"
+            await job.publish(only, version)
+            await asyncio.sleep(0.1)
+        assert "gave no token" in job.events("engine_down")[0]["why"]
+
+    job.run(story)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_death_in_the_first_publication_is_a_fault_and_a_refusal_a_mistake(job, refuses):
+    job = job(engine_ranks=1)
+
+    async def story(job):
+        await job.until(lambda: job.engines[0].status == engines.SERVING and job.engines[0].restarted == 1)
+        assert job.engines[0].server.version == 0 and await held(job.engines[0])
+
+    (only,) = job.engines
+    launch = only.server.start
+
+    async def start(*place):
+        await launch(*place)
+        if only.server.starts == 1:
+            await job.behave(only, f"{'refuse' if refuses else 'die'}:/update_weights_from_tensor")
+
+    only.server.start = start
+    job.run(story if not refuses else refused(only))
+
+
+def refused(only):
+    async def story(job):
+        with pytest.raises(server.Refused, match="answered /update_weights_from_tensor with status 400"):
+            await only.loading
+        assert not only.restarted
+
+    return story
 
 
 def test_a_slow_server_is_not_stuck(job):
