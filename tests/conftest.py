@@ -109,6 +109,7 @@ class Engine:
         self.thread.start()
         (folder / "logs").mkdir()
         state = sync.RunState(self.ranks.store, 0, 1)
+        state.create(counted=0, next_ticket=0, redo=[], plan=[])
         self.engine = engine.Engine(self.config, self.ranks, state, model_dir, self.prompts.stop_ids)
         self.server = self.engine.server
         self.wait(self.engine.start())
@@ -123,6 +124,7 @@ class Engine:
     def publish(self, noise: float = 0.02) -> float:
         """Publishes disturbed weights under the next version; the seconds that the server stood still."""
         path = self.folder / "published.pt"
+        self.engine.state.announce(self.server.version + 1)
         self.pipe.send((noise, str(path), self.server.version + 1))
         self.wait(self.load())
         assert self.pipe.poll(60), "the learner did not finish its publication"
