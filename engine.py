@@ -47,6 +47,7 @@ class Engine:
         self.index = ranks.role.engine
         log_path = os.path.abspath(os.path.join(config.run.dir, "logs", f"engine_{self.index}.log"))
         self.server = Server(config, model_path, self.index, stop_ids, log_path)
+        self.kv_heads = AutoConfig.from_pretrained(model_path).num_key_value_heads
         self.status = DOWN
         self.doubts = 0  # of all ranks together that a probe has answered
         self.failed = ""  # why the server must be started again, where that is known already
@@ -275,15 +276,15 @@ class Engine:
             published = {}
             for flat, bucket in zip(self.copy, self.plan):
                 published |= sync.unpack(flat, bucket)
-            await self.verify(published)
+            await self.verify(published, max(left, 0.01))
         await tell("/continue_generation", {"torch_empty_cache": False})
         self.pause = time.monotonic() - paused_at
 
-    async def verify(self, published: dict[str, torch.Tensor]) -> None:
+    async def verify(self, published: dict[str, torch.Tensor], patience: float) -> None:
         """Compares every parameter of the server with what was published, by the names of the HF checkpoint, bitwise (by
-        SHA-256). Raises WrongWeights."""
-        answer = await self.server.post("/weights_checker", {"action": "checksum"})
-        size, kv_heads = self.config.layout.engine_tp, AutoConfig.from_pretrained(self.server.model_path).num_key_value_heads
+        SHA-256), once it has answered within `patience` seconds. Raises WrongWeights, and EngineError."""
+        answer = await self.server.post("/weights_checker", {"action": "checksum"}, patience)
+        size = self.config.layout.engine_tp
         try:
             held = {rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]}
         except (KeyError, IndexError, TypeError) as error:
@@ -291,7 +292,7 @@ class Engine:
         if sorted(held) != list(range(size)):
             raise self.server.blame(f"answered /weights_checker for the tensor-parallel ranks {list(held)} of {size}")
         for rank in range(size):
-            expected = await asyncio.to_thread(sync.engine_checksums, published, kv_heads, rank, size)
+            expected = await asyncio.to_thread(sync.engine_checksums, published, self.kv_heads, rank, size)
             mine = held.get(rank, {})
             wrong = sorted(name for name in mine.keys() | expected.keys() if mine.get(name) != expected.get(name))
             if wrong:

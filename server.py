@@ -118,7 +118,7 @@ class Draft:
             self.ids, self.logp, self.versions, self.kept = [], [], [], []
         self.begun = len(self.ids)
 
-    def add(self, answer: dict, sampling: Sampling) -> None:
+    def add(self, answer: dict, sampling: Sampling, stop_ids: list[int]) -> None:
         """Takes in the next answer of the request, checked. Raises EngineError where its parts do not fit together, and
         KeyError, TypeError or ValueError where it is something else altogether; nothing of it is kept then."""
         meta, ids = answer["meta_info"], answer["output_ids"]
@@ -132,6 +132,10 @@ class Draft:
             raise EngineError(f"{len(triples)} logprobs do not belong to the {len(ids)} tokens of a response: {ids!r:.200}")
         if self.finish:
             raise EngineError(f"{len(ids)} more tokens of a response that was finished ({self.finish})")
+        if early := [i for i in (ids[:-1] if finish == "stop" else ids) if i in stop_ids]:
+            raise EngineError(f"a response that goes on after its stop token {early[0]}")
+        if finish == "stop" and meta["finish_reason"]["matched"] != (self.ids + ids)[-1]:  # e.g. "NaN happened"
+            raise EngineError(f"a response that ends in {(self.ids + ids)[-1]} and says {meta['finish_reason']!r:.200}")
         logp, kept = [t[0] for t in triples], []
         if sampling.mask_replay:
             kept, logp = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
@@ -245,7 +249,10 @@ class Peer:
                     raise self.blame(f"answered /generate with an error: {str(answer['error'])[:500]}")
                 if answer["index"] not in range(len(drafts)):
                     raise self.blame(f"answered /generate with response {answer['index']!r} of {len(drafts)}")
-                drafts[answer["index"]].add(answer, sampling)
+                told, asked = answer["meta_info"]["prompt_tokens"], len(body["input_ids"][answer["index"]])
+                if told != asked:
+                    raise self.blame(f"answered /generate for a prompt of {told!r:.50} tokens instead of {asked}")
+                drafts[answer["index"]].add(answer, sampling, self.stop_ids)
                 if answer["output_ids"]:
                     self.heard = time.monotonic()
         except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
@@ -446,7 +453,7 @@ class Server(Peer):
 
     def stop(self) -> None:
         """Ends the server and everything that it started."""
-        process, self.process = self.process, None
+        process = self.process
         if process is None:
             return
         try:
@@ -457,6 +464,7 @@ class Server(Peer):
             process.wait(STOP_S)
         except subprocess.TimeoutExpired as error:
             raise self.blame(f"is still there {STOP_S:g} s after it was killed") from error
+        self.process = None
         self.held.close()
         self.log.close()
 

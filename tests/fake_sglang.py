@@ -2,8 +2,9 @@
 
 Its next token is a function of all before it, so a response that several servers have sampled in turn is the one that a
 single server would have given. POST /behave {"mode": ...} says how it goes on:
-    ok | 500 | garbage | cut (the connection, after three tokens) | slow (a second before each token) | die (after three tokens)
-    | die:/path (when that path is asked for) | poison (dies on any request whose prompt starts with token 13)
+    ok | 500 | garbage | other (answers for a longer prompt) | cut (the connection, after three tokens)
+    | slow (a second before each token) | die (after three tokens) | die:/path (when that path is asked for)
+    | poison (dies on any request whose prompt starts with token 13)
     | refuse (500 to all but probes) | refuse:/path (400 where that path is asked for) | mute (no token, all else)
     | version:V (says V of its tokens) | slow calls (half a second before the answer to each but /generate)
 """
@@ -96,7 +97,8 @@ class Server:
             answer = {
                 "output_ids": ids[sent:], "index": index,
                 "meta_info": {
-                    "finish_reason": {"type": "length"} if done else None, "prompt_tokens": len(prompt), "cached_tokens": 0,
+                    "finish_reason": {"type": "length"} if done else None, "cached_tokens": 0,
+                    "prompt_tokens": len(prompt) + (self.mode == "other"),
                     "weight_version": said, "weight_versions": spans if done else None,
                     "output_token_logprobs": [[-0.5, t, None] for t in ids[sent:]],
                 },

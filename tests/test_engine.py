@@ -263,6 +263,9 @@ ANSWER = {
 }
 
 
+STOP = [1]
+
+
 def doctored(**changes):
     answer = copy.deepcopy(ANSWER)
     for name, value in changes.items():
@@ -274,7 +277,7 @@ def parsed(answer, sampling):
     """The response that is streamed in one piece."""
     draft = Draft()
     draft.begin(sampling)
-    draft.add(answer, sampling)
+    draft.add(answer, sampling, STOP)
     return draft.response()
 
 
@@ -300,6 +303,10 @@ def test_mask_replay_takes_the_renormalised_logprobs():
         ({"output_ids": [5, 7, 1]}, "do not belong"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "do not cover"),
         ({"weight_versions": []}, "do not cover"),
+        ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "ends in 1 and says"),
+        ({"finish_reason": {"type": "stop", "matched": 6}}, "ends in 1 and says"),
+        ({"finish_reason": {"type": "length", "length": 3}}, "goes on after its stop token 1"),
+        ({"output_ids": [5, 1, 1], "output_token_logprobs": [[-0.5, 5, None], [-1.5, 1, None], [-0.1, 1, None]]}, "goes on after"),
     ],
 )
 def test_an_answer_whose_parts_do_not_fit_is_an_error(changes, words):
@@ -319,10 +326,10 @@ def test_ids_that_are_no_integers_and_tokens_after_the_end_are_errors():
     with pytest.raises(EngineError, match="do not belong"):
         parsed(strings, Sampling(1.0, 8))
     draft = Draft()
-    draft.add(ANSWER, Sampling(1.0, 8))
+    draft.add(ANSWER, Sampling(1.0, 8), STOP)
     before = draft.response()
     with pytest.raises(EngineError, match="was finished"):
-        draft.add(ANSWER, Sampling(1.0, 8))
+        draft.add(ANSWER, Sampling(1.0, 8), STOP)
     assert draft.response().ids.tolist() == before.ids.tolist()
 
 
@@ -332,7 +339,7 @@ def test_a_response_in_pieces_is_the_one_in_one_piece():
         meta = {n: ANSWER["meta_info"][n][i : i + 1] for n in ANSWER["meta_info"] if n.startswith("output_token")}
         if i < 2:
             meta |= {"finish_reason": None, "weight_versions": None, "weight_version": "3"}
-        pieces.add(doctored(output_ids=ANSWER["output_ids"][i : i + 1], **meta), Sampling(0.7, 8, 0.9, 64, True))
+        pieces.add(doctored(output_ids=ANSWER["output_ids"][i : i + 1], **meta), Sampling(0.7, 8, 0.9, 64, True), STOP)
         assert pieces.versions == [3, 3, 4][: i + 1]
     for one, other in zip(vars(whole).values(), vars(pieces.response()).values()):
         assert np.array_equal(one, other)
@@ -373,7 +380,7 @@ def test_whatever_stands_in_an_answer_it_is_refused_or_is_a_whole_rollout(mask_r
             except (KeyError, IndexError, TypeError):
                 pass  # the place went with an earlier change
         try:
-            draft.add(answer, sampling)
+            draft.add(answer, sampling, STOP)
         except (EngineError, KeyError, IndexError, TypeError, ValueError):
             assert draft == Draft(), "nothing of it is kept"
             continue

@@ -360,7 +360,7 @@ def engine(moe_dir, tmp_path_factory):
     engine = Engine(moe_dir, tmp_path_factory.mktemp("engine"), "rollout.routing_replay=true")
     try:
         loaded = sync.published_tensors(sync.published_parameters(engine.lm))
-        engine.wait(engine.engine.verify(dict(loaded)))  # SGLang has read the export as transformers did
+        engine.wait(engine.engine.verify(dict(loaded), 60))  # SGLang has read the export as transformers did
         engine.replay = train.Policy(engine.lm, 1.0, 64, True)
         engine.publish()
         yield engine

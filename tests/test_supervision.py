@@ -195,7 +195,7 @@ def test_with_a_single_engine_a_request_waits_for_it_and_goes_on(job):
     job.run(story)
 
 
-@pytest.mark.parametrize("mode", ["500", "garbage", "cut"])
+@pytest.mark.parametrize("mode", ["500", "garbage", "other", "cut"])
 def test_wrong_answers_open_the_breaker_until_a_probe_succeeds(job, mode):
     job = job()
 
@@ -226,6 +226,35 @@ def test_an_engine_that_goes_on_answering_wrongly_is_started_again(job, monkeypa
 
     job.run(story)
     assert "status 500" in job.events("engine_down")[0]["why"]
+
+
+def test_no_server_is_started_beside_one_that_has_not_ended(job, monkeypatch):
+    job = job()
+    wait, stubborn = subprocess.Popen.wait, []
+
+    def slow_kernel(process, timeout=None):
+        if timeout == server.STOP_S and len(stubborn) < 2:
+            stubborn.append(process)
+            raise subprocess.TimeoutExpired("sglang", timeout)
+        return wait(process, timeout)
+
+    async def story(job):
+        first = job.engines[0]
+        start, old = server.Server.start, first.server.process
+
+        async def checked_start(*args):
+            assert old.returncode is not None, "the old one is there"
+            await start(*args)
+
+        monkeypatch.setattr(server.Server, "start", checked_start)
+        monkeypatch.setattr(subprocess.Popen, "wait", slow_kernel)
+        os.killpg(old.pid, signal.SIGSTOP)
+        first.failed = "stuck"
+        await job.until(lambda: first.status == engines.SERVING and first.restarted)
+        assert stubborn == [old, old] and first.restarted == 3
+
+    job.run(story)
+    assert ["is still there" in e["why"] for e in job.events("engine_down")] == [False, True, True]
 
 
 def test_another_ranks_failure_opens_the_breaker_too(job):
