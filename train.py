@@ -11,16 +11,12 @@ Left out on purpose: a reference model and KL term, a value function, an entropy
 model parallelism of our own (sharding is FSDP2's, serving parallelism is SGLang's).
 """
 
-import errno
-import fcntl
 import math
 import os
-import shutil
 import signal
 import sys
-import threading
 import time
-from typing import Optional, TextIO
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -31,13 +27,12 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as recompute
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import checkpoint
 import faults
+import launch
 import log
-import objective
-import pretrain
 import rollout
 import routing
 import server
@@ -552,144 +547,6 @@ class Collapse(Exception):
 # ------------------------------------------------------------------------------------------------------------------- main
 
 
-def print_ranks(config: Config) -> None:
-    print("rank  role")
-    for role in sync.roles(config):
-        what = "learner (publishes, logs, saves)" if role.rank == 0 else "learner"
-        if role.kind == "engine":
-            what = f"engine {role.engine}" + ("" if role.tp == 0 else f", tensor-parallel part {role.tp}")
-        print(f"{role.rank:4d}  {what}")
-    sys.stdout.flush()
-
-
-def shapes_only(config: Config) -> nn.Module:
-    """The model without memory for its weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
-
-
-def memory_estimate(config: Config) -> str:
-    """Bytes by arithmetic, from the shapes alone."""
-    lm = shapes_only(config)
-    n = sum(p.numel() for p in lm.parameters())
-    itemsize = getattr(torch, config.model.dtype).itemsize
-    learner = 16 * n / config.layout.trainers
-    logits = 4 * lm.config.vocab_size * min(config.train.logprob_chunk, config.train.max_tokens_per_microbatch)
-    gib = 1 << 30
-    return (
-        f"memory: {n / 1e6:.1f} M parameters; each learner rank {learner / gib:.2f} GiB (float32 masters, gradients and "
-        f"AdamW's moments) + {logits / gib:.2f} GiB for a chunk of logits + activations of "
-        f"{config.train.max_tokens_per_microbatch} tokens; each engine {itemsize * n / config.layout.engine_tp / gib:.2f} "
-        "GiB of weights per rank + KV cache (engine.args.mem_fraction_static, engine.args.max_total_tokens)"
-    )
-
-
-def prepare(config: Config) -> rollout.Prompts:
-    """Everything that can be checked, and made, before processes start. Raises ConfigError."""
-    objective.check(config.train.objective)
-    if config.model.path == pretrain.PATH:
-        pretrain.ensure()
-    prompts = rollout.open_prompts(config)
-    sync.published_shapes(shapes_only(config))
-    if int(os.environ.get("RANK", 0)) == 0:  # another rank may look after this one has begun to write there
-        check_run_dir(config)
-    return prompts
-
-
-# What may change when a run goes on in its directory.
-FREE = {
-    "run.name", "run.dir", "run.resume", "run.checkpoint_every", "run.keep_checkpoints", "layout", "sync", "eval", "engine",
-    "faults", "wandb", "alarms", "model.attention", "model.activation_checkpointing", "model.compile", "train.steps",
-    "train.lr", "train.logprob_chunk", "rollout.max_rejected", "rollout.max_concurrent", "rollout.responses_per_request",
-    "rollout.stream_interval", "rollout.grader_workers", "rollout.grader_timeout", "judge.timeout", "judge.retries", "judge.max_concurrent",
-    "judge.key_env", "judge.url",
-}  # fmt: skip
-
-
-def check_run_dir(config: Config) -> None:
-    """Raises ConfigError if the directory holds a run and may not be continued under this config."""
-    path = os.path.join(config.run.dir, "config.yaml")
-    if not os.path.exists(path):
-        return
-    if config.run.resume == "never" and not faults.began(config.run.dir):
-        raise ConfigError(f"run.dir: {config.run.dir} holds a run already and run.resume=never refuses to overwrite it")
-    here, there = schema.flatten(config), schema.flatten(schema.load(path, []))
-    for key in here | there:
-        if here.get(key) != there.get(key) and not FREE & {key, key.partition(".")[0]}:
-            raise ConfigError(
-                f"run.dir: {config.run.dir} holds a run with {key}={there.get(key)!r:.80}, this one has {key}={here.get(key)!r:.80}; "
-                f"choose another run.dir, or set the same value"
-            )
-
-
-def lock_run_dir(config: Config) -> TextIO:
-    """What keeps other runs out of the directory while it is open; the kernel closes it with the process. Raises
-    ConfigError."""
-    try:
-        os.makedirs(config.run.dir, exist_ok=True)
-        lock = open(os.path.join(config.run.dir, ".lock"), "a")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(f"run.dir: another run is at work in {config.run.dir}; choose another one, or end that run") from error
-    except OSError as error:
-        raise ConfigError(f"run.dir: cannot write to {config.run.dir} ({error.strerror})") from error
-    return lock
-
-
-def write_config(config: Config) -> None:
-    """Writes config.yaml of the run directory in one go: a kill leaves the old one or the new one."""
-    path = os.path.join(config.run.dir, "config.yaml")
-    with open(path + ".partial", "w") as f:
-        f.write(schema.to_yaml(config))
-    os.replace(path + ".partial", path)
-
-
-def begin(config: Config, record: faults.Recorder, prompts: rollout.Prompts) -> None:
-    """Rank 0: says what begins."""
-    write_config(config)
-    print_ranks(config)
-    step = checkpoint.latest(config.run.dir)
-    record.start(max(0, step))
-    if why := os.environ.get("MODEL_ROCKET_AFTER"):
-        print(f"the job is started again: {why}")
-    if step >= 0:
-        print(f"resuming {config.run.dir} after step {step} of {config.train.steps}")
-    if prompts.skipped:
-        print(f"{prompts.skipped} prompts of more than {prompts.room} tokens are skipped: with rollout.max_tokens they would "
-              "not fit the context")
-
-
-def disk_is_full(error: BaseException, folder: str) -> bool:
-    """Whether a write failed for lack of space. Each of the libraries that write a checkpoint says it in its own way, and
-    torch.save does not say it at all."""
-    named = getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
-    return named or shutil.disk_usage(folder).free < 1 << 20
-
-
-def arm_signals(config: Config) -> None:
-    """SIGTERM and SIGINT ask the loops to save and stop; if they have not after faults.stop_timeout, the process ends all
-    the same.
-
-    A thread hears of them through a pipe. A handler in Python would have to wait for the main thread, which may be in C: in
-    a broadcast with a rank that is dead.
-    """
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: None)  # without a handler nothing would come through the pipe
-
-    def listen():
-        while (number := os.read(ours, 1)[0]) not in (signal.SIGTERM, signal.SIGINT):
-            continue
-        server.stop_signals.append(signal.Signals(number).name)
-        time.sleep(config.faults.stop_timeout)
-        print(f"not stopped {config.faults.stop_timeout:g} s after {server.stop_signals[0]}: giving up", file=sys.stderr)
-        os._exit(1)  # the kernel then kills the engine server, whose parent this is
-
-    threading.Thread(target=listen, name="signals", daemon=True).start()
-
-
 SIGNAL_S = 2.0  # seconds within which torchrun tells the other ranks that one has died
 
 # Ends that another attempt of the job would not mend.
@@ -708,9 +565,9 @@ def main(argv: list[str]) -> int:
             if rank == 0:
                 print(f"not tried again: {end['why']}", file=sys.stderr, flush=True)
             return end["code"]
-        prompts = prepare(config)
+        prompts = launch.prepare(config)
         if rank == 0 and not config.dry_run:
-            lock = lock_run_dir(config)  # noqa: F841 (held until this process ends, or is torchrun)
+            lock = launch.lock_run_dir(config)  # noqa: F841 (held until this process ends, or is torchrun)
     except ConfigError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -718,8 +575,8 @@ def main(argv: list[str]) -> int:
     if config.dry_run:
         if rank == 0:
             print(schema.to_yaml(config))
-            print_ranks(config)
-            print(memory_estimate(config))
+            launch.print_ranks(config)
+            print(launch.memory_estimate(config))
         return 0
     if not launched:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set and announce it; layout.threads decides
@@ -731,10 +588,10 @@ def main(argv: list[str]) -> int:
     record = faults.Recorder(config.run.dir, rank)
     transformers.logging.disable_progress_bar()
     server.parent_death_signal(signal.SIGKILL)  # torchrun's death: no rank outlives it
-    arm_signals(config)
+    launch.arm_signals(config)
     try:
         if rank == 0:
-            begin(config, record, prompts)
+            launch.begin(config, record, prompts)
         ranks = sync.join(config)
         if ranks.role.kind == "engine":
             rollout.serve(config, ranks, prompts)
@@ -750,7 +607,7 @@ def main(argv: list[str]) -> int:
         return code
     except Exception as error:
         from_a_write = isinstance(error, (OSError, RuntimeError, CheckpointException, SafetensorError))
-        if not (from_a_write and disk_is_full(error, config.run.dir)):
+        if not (from_a_write and launch.disk_is_full(error, config.run.dir)):
             # What strikes before the first step, such as a slip in an edited script, would strike again; but another rank's
             # death may be what broke a collective here, and torchrun then says so in a moment.
             final = not faults.has_moved(config.run.dir)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import launch
 import pretrain
 import rollout
 import sync
@@ -352,7 +353,7 @@ def test_dry_run_prints_config_ranks_and_memory(model_dir, tmp_path):
 def test_config_of_a_run_is_never_seen_half_written(tmp_path, monkeypatch):
     """A rank that starts later reads it while the first one writes it."""
     cfg = schema.load(None, [f"run.dir={tmp_path}"])
-    train.write_config(cfg)
+    launch.write_config(cfg)
     seen, replace = [], os.replace
 
     def look(source, path):
@@ -362,5 +363,5 @@ def test_config_of_a_run_is_never_seen_half_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", look)
     cfg.train.steps += 1
-    train.write_config(cfg)
+    launch.write_config(cfg)
     assert seen == [cfg.train.steps - 1, cfg.train.steps]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from test_log import Recorder, part, read, step
 
 import faults
+import launch
 import log
 import rollout
 import server
@@ -259,7 +260,7 @@ def run_main(model_dir, tmp_path, monkeypatch):
     """run_main(what, *overrides): the exit code of train.main on rank 0, whose learner raises or returns `what`."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(train, "arm_signals", lambda config: None)
+    monkeypatch.setattr(launch, "arm_signals", lambda config: None)
     monkeypatch.setattr(server, "parent_death_signal", lambda number: None)
     monkeypatch.setattr(sync, "join", lambda config: types.SimpleNamespace(role=sync.Role(0, "learner")))
 
@@ -277,14 +278,14 @@ def run_main(model_dir, tmp_path, monkeypatch):
 
         monkeypatch.setattr(train, "Learner", Learner)
         locks = []
-        monkeypatch.setattr(train, "lock_run_dir", lambda config: locks.append(lock(config)))
+        monkeypatch.setattr(launch, "lock_run_dir", lambda config: locks.append(lock(config)))
         try:
             return train.main([f"model.path={model_dir}", f"run.dir={tmp_path}", "wandb.mode=disabled", *overrides])
         finally:
             for held in locks:  # as the end of a process does
                 held.close()
 
-    lock = train.lock_run_dir
+    lock = launch.lock_run_dir
     return run
 
 
@@ -355,7 +356,7 @@ def test_a_slow_rank_does_not_take_the_run_that_its_first_rank_has_begun_for_an_
 
 def test_two_runs_do_not_share_a_directory(run_main, attempt, tmp_path, capsys):
     attempt(0)
-    with train.lock_run_dir(types.SimpleNamespace(run=types.SimpleNamespace(dir=str(tmp_path)))):
+    with launch.lock_run_dir(types.SimpleNamespace(run=types.SimpleNamespace(dir=str(tmp_path)))):
         assert run_main(True) == 2
         assert capsys.readouterr().err == (
             f"error: run.dir: another run is at work in {tmp_path}; choose another one, or end that run\n"
@@ -503,9 +504,9 @@ def test_a_broadcast_has_a_deadline(gone, model_dir, tmp_path):
 
 SIGNALLED = """
 import sys, threading, time, types
-import server, train
+import launch, server
 
-train.arm_signals(types.SimpleNamespace(faults=types.SimpleNamespace(stop_timeout=float(sys.argv[1]))))
+launch.arm_signals(types.SimpleNamespace(faults=types.SimpleNamespace(stop_timeout=float(sys.argv[1]))))
 def tell():
     while not server.stop_signals:
         time.sleep(0.05)

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from test_objective import objective
 from transformers import AutoModelForCausalLM
 
+import launch
 import rollout
 import sync
 import train
-from batch import make_batches, make_row
 import trajectory
+from batch import make_batches, make_row
 
 VOCAB = 100  # ids that the tests use; the model has a few more
 
@@ -402,7 +403,7 @@ def test_run_goes_on_with_another_learning_rate(model_dir, tmp_path):
     cfg = tiny.config(model_dir, tmp_path, *RUN, "train.steps=1")
     tiny.run_ranks(cfg, learner_or_fake_engine)
     cfg.train.steps, cfg.train.lr = 2, 1e-4
-    train.check_run_dir(cfg)
+    launch.check_run_dir(cfg)
     tiny.run_ranks(cfg, learner_or_fake_engine)
     assert [m["train/lr"] for m in lines(tmp_path, "metrics.jsonl")] == [1e-3, 1e-4]
 

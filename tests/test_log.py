@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
+import launch
 import log
 import plot
 import server
@@ -269,7 +270,7 @@ def test_full_disk_is_one_line_that_names_the_checkpoint(name, saved, cfg, tmp_p
             step(self.log, 8)
 
     monkeypatch.setattr(train, "Learner", Learner)
-    monkeypatch.setattr(train, "arm_signals", lambda config: None)
+    monkeypatch.setattr(launch, "arm_signals", lambda config: None)
     monkeypatch.setattr(server, "parent_death_signal", lambda number: None)
     monkeypatch.setattr(sync, "join", lambda config: types.SimpleNamespace(role=sync.Role(0, "learner")))
     monkeypatch.setenv("RANK", "0")
@@ -286,7 +287,7 @@ def test_other_errors_of_the_system_are_not_called_a_full_disk(cfg, tmp_path, mo
             raise OSError(errno.EACCES, "no")
 
     monkeypatch.setattr(train, "Learner", Learner)
-    monkeypatch.setattr(train, "arm_signals", lambda config: None)
+    monkeypatch.setattr(launch, "arm_signals", lambda config: None)
     monkeypatch.setattr(server, "parent_death_signal", lambda number: None)
     monkeypatch.setattr(sync, "join", lambda config: types.SimpleNamespace(role=sync.Role(0, "learner")))
     monkeypatch.setenv("RANK", "0")
